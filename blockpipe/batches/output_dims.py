@@ -130,18 +130,18 @@ def _has_all_samples(result: Sequence[Any], size: int) -> bool:
 def _may_be_outputs(result: Sequence[Any], size: int) -> bool:
     """Return whether the elements of a result with one for each sample may just as well be several
     outputs: lists with one element for each sample, or in a tuple mappings of tensors that have all
-    samples, or plain values. Micro-batches of several sizes would tell."""
+    samples, or plain values. Micro-batches of several sizes would tell. A list of plain values is
+    one of samples: of pairs, of words."""
     if isinstance(result, tuple) and all(isinstance(item, Mapping) for item in result):
         found = list(tensors(result))
         rows = [has_batch(tensor.shape, size, 0) for tensor in found]
         weighed = [is_weighed(tensor.shape, tensor.dtype) for tensor in found]
         return any(rows) and all(map(operator.or_, rows, weighed))
-    if all(type(item) in (list, tuple) for item in result):
+    has_tensors = any(True for _ in tensors(result))
+    if (has_tensors or type(result) is tuple) and all(type(i) in (list, tuple) for i in result):
         # What a sample has beside each other, such as boxes and scores, is not of one kind.
         return all(len(item) == size and are_of_one_kind(present(item)) for item in result)
-    return isinstance(result, tuple) and not any(
-        isinstance(leaf, Tensor) for leaf in leaves(result)
-    )
+    return type(result) is tuple and not has_tensors
 
 
 def is_weighed(shape: Sequence[int], dtype: torch.dtype) -> bool:

@@ -65,10 +65,12 @@ def check_for_samples(name: Name, value: Any, size: int | None, dim: Any) -> Non
     if isinstance(value, Tensor):
         return
     first = next((tensor for tensor in tensors(value) if has_dim(tensor.shape, dim)), None)
-    for found, is_in_values in _sequences(value):
+    for found, around in _sequences(value):
         if size is None:  # it is that of the first tensor
             is_doubtful = _alike(found) and any(tensor is first for tensor in tensors(found))
-        elif len(found) != size or size == 1 or (is_in_values and _may_be_shape(found)):
+        elif len(found) != size or size == 1:
+            is_doubtful = False
+        elif around is not None and not _may_be_column(found, around):
             is_doubtful = False
         else:
             is_doubtful = _may_be_samples(found, size, dim)
@@ -121,7 +123,7 @@ def _held(leaf: Any) -> Mapping[Any, Any]:
 def _doubt(name: Name, found: Sequence[Any], *, is_inside: bool) -> str:
     """Return the text of the error about an argument that is or has a list of samples or not."""
     where = f"argument {name!r}" if name is not Role.TARGET else "the target"
-    of_values = _of_plain_values(found)
+    of_values = not any(True for _ in tensors(found))
     by_element = f"batch_dims={{{name!r}: 'list'}} (one element a sample)"
     by_tensor = f"{{{name!r}: 0}} (each tensor is split on dim 0)"
     if is_inside:
@@ -139,21 +141,28 @@ def _doubt(name: Name, found: Sequence[Any], *, is_inside: bool) -> str:
     )
 
 
-def _sequences(value: Any, is_in_values: bool = False) -> Iterator[tuple[Sequence[Any], bool]]:
-    """Yield the sequences in a nested value, the outer ones first, each with whether it is in one
-    of plain values; a named tuple is a record, and a ``torch.Size`` a shape."""
+def _sequences(
+    value: Any, around: Sequence[Any] | None = None
+) -> Iterator[tuple[Sequence[Any], Sequence[Any] | None]]:
+    """Yield the sequences in a nested value, the outer ones first, each with the one of plain
+    values that it is in; a named tuple is a record, and a ``torch.Size`` a shape."""
     if type(value) is tuple or (isinstance(value, Sequence) and not isinstance(value, _NO_LISTS)):
-        yield value, is_in_values
-        is_in_values = is_in_values or _of_plain_values(value)
+        yield value, around
+        around = value if around is not None or _of_plain_values(value) else None
     for _, item in members(value) or ():
         if not isinstance(item, _PLAIN):
-            yield from _sequences(item, is_in_values)
+            yield from _sequences(item, around)
 
 
-def _may_be_shape(sequence: Sequence[Any]) -> bool:
-    """Return whether a sequence in a list of plain values may be a size, a box or a padding there,
-    and not one of several columns as torch's collate function makes them of records."""
-    return len(sequence) <= _LONGEST_SHAPE and not _of_texts(sequence)
+def _may_be_column(sequence: Sequence[Any], around: Sequence[Any]) -> bool:
+    """Return whether a sequence in one of plain values may be one of several columns, as torch's
+    collate function makes them of records, and not a size, a box, a padding or a sample's words."""
+    if len(sequence) <= _LONGEST_SHAPE and not _of_texts(sequence):
+        return False
+    return not any(  # lines of several lengths
+        isinstance(item, list | tuple) and _of_texts(item) and len(item) != len(sequence)
+        for item in around
+    )
 
 
 def _of_texts(sequence: Sequence[Any]) -> bool:
@@ -172,8 +181,20 @@ def _may_be_samples(sequence: Sequence[Any], size: int, dim: Any) -> bool:
     if len(there) < 2 or not are_of_one_kind(there):
         return False
     if _alike(there):
-        return not all(has_batch(tensor.shape, size, dim) for tensor in tensors(there))
+        return not _are_parts(there, size, dim)
     return _of_texts(there) or _of_objects(there)
+
+
+def _are_parts(there: Sequence[Any], size: int, dim: Any) -> bool:
+    """Return whether the tensors of a tuple with gaps are a record's, such as the layers' states
+    and masks: with all samples on their own dim or, time first, on the next, or for all samples."""
+    found = list(tensors(there))
+    if all(tensor is found[0] for tensor in found):
+        return True
+    return all(
+        has_batch(t.shape, size, dim) or t.shape[:1] == (1,) or t.shape[1:2] == (size,)
+        for t in found
+    )
 
 
 def _is_nothing(item: Any) -> bool:

@@ -154,6 +154,9 @@ def test_columns_of_numbers_in_a_list_when_they_are_long_are_refused():
         pipe(torch.randn(5, 4), [[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]])
 
 
+MASK = torch.ones(3, 3)
+
+
 @pytest.mark.parametrize(
     "whole",
     [
@@ -164,6 +167,10 @@ def test_columns_of_numbers_in_a_list_when_they_are_long_are_refused():
         [torch.ones(4, 4), 0.5, None, 1],
         [[64, 64, 1, 1], [32, 32, 1, 1], [16, 16, 1, 1]],
         [[(64, 64)] * 4] * 2,
+        [["the", "cat", "is", "on"], ["a", "b"], ["c"]],
+        (MASK, None, MASK, None),
+        (torch.ones(1, 4, 2), None, torch.ones(1, 4, 2), None),
+        (torch.ones(2, 4, 2), None, torch.ones(1, 1, 4, 4), None),
         SimpleNamespace(n=4),
     ],
     ids=str,

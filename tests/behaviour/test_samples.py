@@ -397,6 +397,8 @@ SAMPLE_OUTPUTS = {
     "boxes of another number": lambda o: [{"boxes": r[None]} for r in o],
     "scores": lambda o: [{"score": r.sum()} for r in o],
     "texts": lambda o: [str(len(r)) for r in o],
+    "pairs": lambda o: [(len(r), 0) for r in o],
+    "words": lambda o: [["a", str(len(r))] for r in o],
 }
 
 
