@@ -22,7 +22,12 @@ class Holder:
 
     Args:
         owner: the object, as the user's code knows it.
+
+    Attributes:
+        is_data: whether the members are the samples of a data set: too many to look at each.
     """
+
+    is_data = False
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner

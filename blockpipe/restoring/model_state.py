@@ -41,7 +41,9 @@ from .imports import imported_in
 from .interpreter_state import kept_interpreter
 from .iterators import BOUND, StandIns, is_iterator, is_of_loader
 
-MOST_OBJECTS = 200_000  # a trainer may be in reach, and with it a data set
+MOST_OBJECTS = 200_000
+# Of a data set's container: a longer one is put back as it was, but not its items, each a sample.
+MOST_ITEMS = 1_000
 _NO_STATE = frozenset([str, bytes, int, float, complex, bool, type(None)])
 # Objects of these packages are not a forward's state: locks, handlers, our own marks.
 _FOREIGN = (
@@ -55,6 +57,9 @@ _PLAIN = (
     *(dict, OrderedDict, list, deque, set, frozenset, tuple, bytearray, array),
     *(types.FunctionType, types.MethodType, functools.partial),
 )
+
+
+_SIZED = (dict, list, deque, set, tuple, frozenset)
 
 
 class ModelState:
@@ -82,6 +87,7 @@ class ModelState:
         self._restores: list[Callable[[], object]] = []  # for objects that hold no others
         self._seen: dict[int, Any] = {}  # alive, so that no other object gets its id
         self._slots: dict[type, tuple[Any, ...]] = {}
+        self._long: set[int] = set()  # data sets' containers
         self._has_iterators = self._lends = False
         self.caches: list[object] = []  # each functools.lru_cache in reach
         if contents:
@@ -143,9 +149,12 @@ class ModelState:
             return self._keep(self._kept_tensor(value))
         if (container := container_of(value)) is not None:
             keys = dict.keys(value) if isinstance(value, dict) else ()
+            if id(value) in self._long:
+                container.is_data = True
+                return self._hold(container)[:0]
             return [*self._hold(container), *(k for k in keys if type(k) not in _NO_STATE)]
         if isinstance(value, tuple | frozenset):
-            return value
+            return () if id(value) in self._long else value
         if isinstance(value, types.FunctionType):
             return self._look_at_function(value)
         if isinstance(value, types.MethodType):
@@ -238,6 +247,9 @@ class ModelState:
             return held
         self._seen[id(attributes)] = attributes
         found = [*self._hold(AttributesHolder(attributes, value)), *held]
+        if isinstance(value, torch.utils.data.Dataset | torch.utils.data.DataLoader):
+            many = (m for m in found if isinstance(m, _SIZED) and len(m) > MOST_ITEMS)
+            self._long.update(map(id, many))
         if not isinstance(value, Tensor) and not package.startswith(_OPEN):
             return found
         # Tensors on a tensor may be as large as the model (main_grad, a subclass's inner ones),

@@ -8,6 +8,7 @@ from collections import OrderedDict, UserDict, deque
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 import blockpipe as bp
 from blockpipe.restoring import model_state as snapshot
@@ -17,6 +18,17 @@ from ..behaviour.restored_objects import refusing
 from ..models import square
 from ..parity import difference, plain_step
 from ..stage_devices import assert_close, stages
+
+
+class Samples(Dataset):
+    def __init__(self, items) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index):
+        return self.items[index]
 
 
 class State:
@@ -273,3 +285,19 @@ def test_hooks_that_a_forward_adds_to_a_leaf_are_removed_and_others_stay(reads):
     assert leaf.grad.tolist() == [3] * 6
     assert not leaf._post_accumulate_grad_hooks
     assert not net.a.weight._backward_hooks
+
+
+@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: DataLoader(data)])
+@pytest.mark.parametrize("kind", [list, tuple, deque])
+def test_a_long_data_set_is_restored_without_a_look_at_its_samples(kind, wrap):
+    """A first step with a loader of 100,000 samples in reach took seconds."""
+    data = Samples(kind({"n": n} for n in range(2_000)))
+    module = nn.Module()
+    module.loader, items = wrap(data), list(data.items)
+    state = ModelState(module, values=False)
+    assert len(state.objects()) < 100
+    with state:
+        if kind is not tuple:
+            data.items.append({})
+        data.items = kind([])
+    assert data.items == kind(items)

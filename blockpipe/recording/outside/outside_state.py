@@ -305,8 +305,8 @@ def _torchs_of(module: nn.Module) -> Iterator[Any]:
 
 def _is_watched(holder: Holder) -> bool:
     kind = type(holder.owner)
-    if isinstance(holder, MemberHolder):
-        return False  # only traced code sets it
+    if isinstance(holder, MemberHolder) or holder.is_data:
+        return False  # only traced code sets it; no forward changes a data set
     if issubclass(kind, io.IOBase) and not issubclass(kind, io.StringIO | io.BytesIO):
         return False  # it has a position, and is asked for no content
     is_exception = issubclass(kind, BaseException)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,7 +36,12 @@ def made_since(holders: Iterable[Holder]) -> list[Holder]:
     the containers, the arrays, and the objects of the user's classes."""
     seen = {id(holder.owner) for holder in holders}
     seen |= {id(space) for holder in holders if (space := holder.namespace()) is not None}
-    return made_in((value for holder in holders for _, value in holder.now()), seen)
+    return made_in((value for holder in holders for value in _new_in(holder)), seen)
+
+
+def _new_in(holder: Holder) -> Iterator[Any]:
+    before = {id(value) for _, value in holder.before}
+    return (value for _, value in holder.now() if id(value) not in before)
 
 
 def made_in(values: Iterable[Any], seen: Collection[int] = ()) -> list[Holder]:
