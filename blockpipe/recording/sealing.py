@@ -138,11 +138,13 @@ def _left_in(values: Iterable[Any], recorder: Recorder) -> Iterator[Tensor]:
 
 
 def _open_calls(leaving: Iterable[Call]) -> None:
-    """Open the calls in which a forward leaves a tensor: a loss, or the next one, reads it."""
+    """Open the calls in which a forward leaves a tensor: a loss, or the next one, reads it. What
+    a ``torch.func`` transform computes is followed in a sealed call only."""
     why = "it leaves a tensor with a gradient path, which the loss or the next call may read"
     for call in leaving:
         for around in () if call.is_function else (call, *call.ancestors()):
-            around.open(why)
+            if not around.transforms:
+                around.open(why)
 
 
 def _check_compiled(model: nn.Module, result: Recording, calls_of: dict[str, list[Call]]) -> None:
