@@ -68,9 +68,7 @@ def check_for_samples(name: Name, value: Any, size: int | None, dim: Any) -> Non
     for found, around in _sequences(value):
         if size is None:  # it is that of the first tensor
             is_doubtful = _alike(found) and any(tensor is first for tensor in tensors(found))
-        elif len(found) != size or size == 1:
-            is_doubtful = False
-        elif around is not None and not _may_be_column(found, around):
+        elif len(found) != size or size == 1 or (around is not None and not _may_be_column(found, around)):
             is_doubtful = False
         else:
             is_doubtful = _may_be_samples(found, size, dim)
