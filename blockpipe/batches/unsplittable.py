@@ -68,10 +68,10 @@ def check_for_samples(name: Name, value: Any, size: int | None, dim: Any) -> Non
     for found, around in _sequences(value):
         if size is None:  # it is that of the first tensor
             is_doubtful = _alike(found) and any(tensor is first for tensor in tensors(found))
-        elif len(found) != size or size == 1 or (around is not None and not _may_be_column(found, around)):
-            is_doubtful = False
         else:
-            is_doubtful = _may_be_samples(found, size, dim)
+            is_value = around is not None and not _may_be_column(found, around)
+            may_be = len(found) == size > 1 and not is_value
+            is_doubtful = may_be and _may_be_samples(found, size, dim)
         if is_doubtful:
             raise MicrobatchError(_doubt(name, found, is_inside=found is not value))
     if size is not None:
