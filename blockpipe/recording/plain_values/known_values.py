@@ -52,15 +52,16 @@ class KnownValues:
 
     Args:
         paths: the path of each module, by its id.
+        fake: whether the forward runs on fake tensors; then nothing depends on the data.
 
     Attributes:
         variables: the context variables among them by id, each with its first value.
         set_in_new: the names of what the forward has set in objects that it has made itself.
     """
 
-    def __init__(self, paths: Mapping[int, str]) -> None:
+    def __init__(self, paths: Mapping[int, str], *, fake: bool) -> None:
         self.variables: dict[int, tuple[ContextVar[Any], Any]] = {}
-        self._paths = paths
+        self._paths, self._fake = paths, fake
         self._values: dict[_Where, SharedValue] = {}
         self._ignored: dict[int, Any] = {}  # by id
         self._forwards: dict[int, SharedValue] = {}  # by the id of their code
@@ -89,27 +90,26 @@ class KnownValues:
         self._is_unsure = self._is_unsure or name in self.set_in_new
         return [v for v in self._values.values() if v.set_on and v.key == name]
 
-    def may_answer_otherwise(self, question: ast.expr, frame: Frame, *, fake: bool) -> bool:
-        """Return whether an expression may have another value in a forward of another micro-batch.
+    def any_open(self, questions: Iterable[ast.expr], frame: Frame) -> bool:
+        """Return whether any expression may have another value for another micro-batch.
 
         Args:
-            question: the expression.
-            frame: the frame that it is in.
-            fake: whether the forward runs on fake tensors; then nothing depends on the data.
+            questions: the expressions.
+            frame: the frame that they are in.
         """
-        for node in ast.walk(question):
-            if isinstance(node, ast.Call):
-                name = getattr(node.func, "id", getattr(node.func, "attr", ""))
-                if name in ASKS_CHANCE or not (fake or name in ASKS_SHAPE):
-                    return True
-            elif isinstance(node, ast.Name | ast.Attribute):
-                owner, key, value = frame.owner_of(Access(node, reads=True, writes=False))
-                known = self.found_at(owner, key)
-                if known is not None and (known.set_on or known.counted_on):
-                    return True
-                is_local = owner is None and isinstance(node, ast.Name)
-                if is_local and not fake and isinstance(value, bool | int | float):
-                    return True
+        return any(self._is_open(node, frame) for asked in questions for node in ast.walk(asked))
+
+    def _is_open(self, node: ast.AST, frame: Frame) -> bool:
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            return name in ASKS_CHANCE or not (self._fake or name in ASKS_SHAPE)
+        if isinstance(node, ast.Name | ast.Attribute):
+            owner, key, value = frame.owner_of(Access(node, reads=True, writes=False))
+            known = self.found_at(owner, key)
+            if known is not None and (known.set_on or known.counted_on):
+                return True
+            is_local = owner is None and isinstance(node, ast.Name)
+            return is_local and not self._fake and isinstance(value, bool | int | float)
         return False
 
     def changed(self, owner: Any, key: Any, hops: set[int], where: str) -> None:

@@ -36,6 +36,7 @@ from .evaluation.expressions import Frame
 from .evaluation.members import ALL, UNKNOWN, WHOLE, Names, member_of, owners_of
 from .known_values import OF_CHECKPOINT, KnownValues
 from .lost_updates import may_lose
+from .missed_calls import MissedCalls
 from .not_put_back import Effect, asks_cache, check_class, effect_of, found_among
 from .pending_writes import PendingWrite, PendingWrites
 from .places import (
@@ -57,7 +58,7 @@ from .places import (
     space_of,
     use_by,
 )
-from .still_code import frames_of, functions_by_code, read_of_unknown
+from .still_code import StillFrame, frames_of, functions_by_code, read_of_unknown
 from .syntax.accesses import Access, accesses_of, may_set, tests_of
 from .syntax.effects import arguments_of, changes_given
 from .syntax.protocols import is_read_by_syntax
@@ -96,7 +97,7 @@ class SharedValues:
         fake: bool,
         traces: bool,
     ) -> None:
-        self._hop, self._call, self._fake = hop, call, fake
+        self._hop, self._call = hop, call
         self._lasting = {id(holder.owner) for holder in holders} | {*map(id, modules.values())}
         self._first = frozenset(self._lasting)
         self._objects = owners_by_space(holders, modules.values())
@@ -105,11 +106,12 @@ class SharedValues:
         self._lasting.add(id(variables))
         self._functions = functions_by_code(holder.owner for holder in holders)
         self.tensors, self.draws = TensorUses(), DrawnNumbers(holders)
+        self.on_read: Callable[[Any, Any, types.FrameType, bool], None] = lambda *found: None
         users = [f for same in self._functions.values() for f in same if is_users(f.__module__)]
         # To trace takes about as long as the recording of a small model.
         self.traces = traces or self.draws.has_own(users) or any(may_set(f.__code__) for f in users)
         self._replaces_all = any(not {*names_in(f.__code__)}.isdisjoint(WHOLE) for f in users)
-        self.known = KnownValues(names)
+        self.known = KnownValues(names, fake=fake)
         self._codes: dict[int, tuple[types.CodeType, Any]] = {}  # kept alive
         self._cached: list[Any] = []  # kept alive
         self._returned: dict[int, tuple[types.CodeType, Any]] = {}  # by the id of a frame
@@ -118,7 +120,7 @@ class SharedValues:
         self._used_up = found_among(holders)  # refused if the forward uses them, by id
         self._stays: Effect | None = None  # the first that cannot be put back
         self._kinds = [(path, module, type(module)) for path, module in modules.items()]
-        self._pending = PendingWrites(self.known, fake=fake)
+        self._pending, self._missed_calls = PendingWrites(self.known, fake=fake), MissedCalls()
         self._checkpoints = CheckpointedFrames()
         self._collecting = CollectingGarbage()
         self._still: ApartRun | None = None  # code that is looked at, and does not run
@@ -193,11 +195,16 @@ class SharedValues:
         for still in frames:
             if not lasts:  # a variable of the forward's is another one for each micro-batch
                 still.f_cells = {}
-            for accesses in accesses_of(still.f_code).values():
-                still.f_lineno = accesses[0].node.lineno
-                self._note_all(accesses, still, hop, over=True)
-                self.tensors.note(accesses, Frame(still, {}, None), given, hop)  # type: ignore[arg-type]
+            self._note_still(still, hop, given)
         self._still = None
+
+    def _note_still(self, still: StillFrame, hop: int, given: object = None) -> None:
+        """Note the accesses of a function that does not run."""
+        for accesses in accesses_of(still.f_code).values():
+            still.f_lineno = accesses[0].node.lineno
+            self._note_all(accesses, still, hop, over=True)
+            if self._still is not None:
+                self.tensors.note(accesses, Frame(still, {}, None), given, hop)  # type: ignore[arg-type]
 
     def _note_all(
         self, accesses: Iterable[Access], running: Any, hop: int, *, over: bool = False
@@ -215,19 +222,18 @@ class SharedValues:
                 self._pending.end(id(running), to_anything=True)
 
     def _note_missed(self, running: types.FrameType, hops: dict[int, int]) -> None:
-        """Note the accesses in branches that a function did not take. If its condition depends on
-        the data or on the forward's own changes, it may take them in a later step unnoticed."""
+        """Note the accesses in branches that a function did not take, and in what they call. If its
+        condition depends on the data or on the forward's own changes, it may take them in a later
+        step unnoticed."""
         accesses = self._codes[id(running.f_code)][1]
         missed = accesses.keys() - hops.keys()
         frame = Frame(running, self._functions, None)
-        if missed and self._is_any_open(tests_of(running.f_code), frame):
+        if missed and self.known.any_open(tests_of(running.f_code), frame):
             for offset in missed:
                 hop = hops[max(known for known in hops if known < offset)]
                 self._note_all(accesses[offset], running, hop, over=True)
-
-    def _is_any_open(self, questions: Iterable[ast.expr], frame: Frame) -> bool:
-        is_open = self.known.may_answer_otherwise
-        return any(is_open(question, frame, fake=self._fake) for question in questions)
+                for still in self._missed_calls.behind(accesses[offset], frame, hop):
+                    self._note_still(still, hop)
 
     def _note(self, access: Access, frame: Frame, hop: int, *, runs: bool) -> None:
         self.draws.told(access, frame, hop)
@@ -235,14 +241,16 @@ class SharedValues:
             self._draws(frame.evaluated(access.node), frame, hop)
         if (places := set_by_method(access.node, frame)) is not None:
             lasting = [(o, name, member_of(o, name)) for o, name in places if self._is_lasting(o)]
-            is_fixed = not self._is_any_open(arguments_of(access.node), frame)
-            self._will_set(lasting, access, frame, hop, is_fixed=is_fixed)
+            is_open = self.known.any_open(arguments_of(access.node), frame)
+            self._will_set(lasting, access, frame, hop, is_fixed=not is_open)
             return
         owner, key, value = frame.owner_of(access)
         self._stays = self._stays or asks_cache(access, frame)
         if runs:
             self._stays = self._stays or effect_of(access, frame, self._used_up, self._lasting)
             self._taken_in.note(access, frame, owner, value)
+            if access.reads and owner is not None:
+                self.on_read(owner, value, frame.frame, self._is_lasting(owner))
         if self._replaces_all and owner is None and isinstance(access.node, ast.Attribute):
             self._calls_method(access.node, frame, hop)
         if self._still is not None:
@@ -388,10 +396,7 @@ class SharedValues:
         if is_its_own and self._still is not None:
             return
         known = self.known.at(owner, key)
-        # ``VARIABLE.set(VARIABLE.get() + 1)`` finds the variable first, and sets it last.
-        is_before = not known.set_on or known.first_write == frame.line
-        known.is_carried = known.is_carried or is_before
-        known.came_on |= set() if known.set_on else {hop}
+        known.is_found(hop, frame.line)
         known.is_read_outside = known.is_read_outside or self._still is not None
         if counts:
             known.is_counted(hop, frame.line, loses=loses)

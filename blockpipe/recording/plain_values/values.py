@@ -48,6 +48,14 @@ class SharedValue:
         self.first_write = self.first_write or line
         self.set_on.add(hop)
 
+    def is_found(self, hop: int, line: str) -> None:
+        """Note that code on a hop may find what the forward before has left."""
+        # A branch that was not taken is noted when its function is over, so after later hops.
+        is_before = not self.set_on or hop < min(self.set_on)
+        self.came_on |= {hop} if is_before else set()
+        # ``VARIABLE.set(VARIABLE.get() + 1)`` finds the variable first, and sets it last.
+        self.is_carried = self.is_carried or is_before or self.first_write == line
+
     def is_read(self, hop: int, line: str, calls: Iterable[Call | None] = ()) -> None:
         """Note that code on a hop reads it, in one of the forward's calls."""
         for call in calls:

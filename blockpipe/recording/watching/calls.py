@@ -91,6 +91,10 @@ class CallsUnderWay:
         """Iterate over the calls, from the outside in."""
         return (call for call, _, _ in self._stack)
 
+    def with_arguments(self) -> Iterator[tuple[Call, set[int], object]]:
+        """Iterate over the calls, each with the ids of its tensor arguments, and all arguments."""
+        return iter(self._stack)
+
     def not_given(self, *tensors_: int) -> Iterator[Call]:
         """Return the calls whose arguments include none of these tensors, given by their ids."""
         return (call for call, given, _ in self._stack if given.isdisjoint(tensors_))

@@ -47,6 +47,7 @@ from .late.lasting_memory import LastingMemory
 from .late.late_backwards import LateBackwards
 from .late.late_reads import LateReads
 from .mode import PackingSeen, RecordedForward, RecordingMode
+from .read_beside import ReadBeside
 from .recorder import Recorder
 from .saved_tensors import Activations
 from .watched_cursor import WatchedCursor
@@ -113,6 +114,8 @@ def run_watched(
     modules, traces = dict(model.named_modules()), is_second or may_set_by(beside)
     around, here = [*holders, *request.modes], (recorder.hop_here, lambda: recorder.calls.innermost)
     values = SharedValues(around, holders, modules, *here, fake=fake, traces=traces)
+    beside_arguments = ReadBeside(recorder.key, recorder.hop_here, recorder.calls.with_arguments)
+    values.on_read = beside_arguments.found
     values.known.ignore(h.owner for h in request.modes if container_of(h.owner) is not None)
     versions = {id(t): (t, version_of(t)) for t in (*model.parameters(), *model.buffers())}
     _watch_calls(model, recorder, {} if planned is None else planned.stages)

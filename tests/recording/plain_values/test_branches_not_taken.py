@@ -1,0 +1,96 @@
+"""State in branches that the recorded micro-batch did not take, and another one may."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import blockpipe as bp
+from blockpipe.errors import StateError
+
+from ...parity import assert_same_gradients, plain_step
+from ...stage_devices import assert_close, stages
+
+
+class Keeps(nn.Module):
+    """Keeps a statistic of what it returns on the model."""
+
+    def __init__(self, model: "Net") -> None:
+        super().__init__()
+        self.layer, self.model = nn.Linear(4, 4), [model]
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        self.model[0].keep(h)
+        return h
+
+
+class Net(nn.Module):
+    """Its first stage reads the statistic of the second one, if the data says so."""
+
+    def __init__(self, keep: Callable[..., None], read: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), Keeps(self)
+        self.last, self._keep, self._read = torch.zeros(()), keep, read
+
+    def keep(self, h: Tensor) -> None:
+        self._keep(self, h)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.first(x).tanh()
+            if x.mean() > 0:
+                h = h + self._read(self)
+        with bp.Block(stage=1):
+            return self.second(h)
+
+
+def _always(net: Net, h: Tensor) -> None:
+    net.last = h.detach().mean()
+
+
+def _sometimes(net: Net, h: Tensor) -> None:
+    if h.detach().mean() > 0:
+        net.last = h.detach().mean()
+
+
+def _tensor(net: Net) -> Tensor:
+    return net.last * 0.5
+
+
+def _number(net: Net) -> Tensor:
+    return torch.tensor(net.last.item() * 0.5)
+
+
+@pytest.mark.parametrize("keep", [_always, _sometimes])
+@pytest.mark.parametrize("read", [_tensor, _number])
+def test_a_read_in_a_branch_that_was_not_taken_is_refused(
+    keep: Callable[..., None], read: Callable[..., Tensor]
+) -> None:
+    pipe = bp.Pipeline(Net(keep, read), devices=stages(2), chunks=2)
+    x = torch.rand(8, 4) - 2  # no micro-batch takes the branch
+    with pytest.raises(StateError, match=r"last"):
+        pipe.forward_backward(x, target=x, loss_fn=mse_loss)
+
+
+def test_a_read_on_the_stage_that_sets_it_is_not() -> None:
+    class Later(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            with bp.Block(stage=0):
+                h = self.first(x).tanh()
+            with bp.Block(stage=1):
+                h = self.second(h)
+                return h * self.last if x.mean() > 0 else h
+
+    torch.manual_seed(0)
+    net, plain = Later(_always, _tensor), Later(_always, _tensor)
+    plain.load_state_dict(net.state_dict())
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2)
+    for shift in (-2.0, 1.0):
+        x = torch.rand(8, 4) + shift
+        net.zero_grad(), plain.zero_grad()
+        expected = plain_step(plain, (x,), {}, x, mse_loss, 2)
+        assert_close(pipe.forward_backward(x, target=x, loss_fn=mse_loss).loss, expected)
+        assert_same_gradients(net, plain)
