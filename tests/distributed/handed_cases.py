@@ -191,3 +191,17 @@ def two_pipelines_that_train_a_layer_on_two_ranks_are_refused(rank: int, ranks: 
         encoder[1].weight.mul_(rank + 2)  # each has an optimizer of its own
     with pytest.raises(UsageError, match=r"'encoder\.1\.weight' to be trained in one process"):
         pipes[0].state_dict()
+
+
+def a_gradient_that_was_left_before_its_layer_was_frozen_is_no_step_s(
+    rank: int, ranks: int
+) -> None:
+    """No step adds to it, so that a second pipeline with the layer elsewhere can run."""
+    if ranks != 2:
+        return
+    torch.manual_seed(0)
+    encoder, x = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), torch.randn(8, 6)
+    pipes = [DistributedPipeline(Task(encoder, at), sample=x, chunks=2) for at in (1, 2)]
+    pipes[0].forward_backward(x, loss_fn=torch.sum)
+    encoder[1].requires_grad_(False)
+    pipes[1].forward_backward(x, loss_fn=torch.sum)

@@ -155,13 +155,13 @@ class ValueHomes:
         if rank != home:
             value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
         source = home if self._group is None else dist.get_global_rank(self._group, home)
-        dist.broadcast(value, source, group=self._group)
+        dist.broadcast(_bytes_of(value), source, group=self._group)
         if not _is_taken(column[rank]):
             return False
         if not column[rank] & _WRITTEN:
             tensor.detach().copy_(value)
             return False
-        is_other = not torch.equal(value.to(tensor.device), tensor.detach())
+        is_other = not torch.equal(*map(_bytes_of, (value.to(tensor.device), tensor.detach())))
         return is_other and bool(column[home] & _WRITTEN)  # else it was loaded here since
 
 
@@ -172,7 +172,8 @@ def words_of(model: nn.Module) -> list[int]:
         home, word = _homes.of.get(tensor), 0
         if home is not None:
             word = _KNOWN | _OWN * home.is_own | _WRITTEN * (version_of(tensor) != home.version)
-        found.append(word | _HAS_GRADIENT * (tensor.is_leaf and tensor.grad is not None))
+        has_gradient = tensor.requires_grad and tensor.is_leaf and tensor.grad is not None
+        found.append(word | _HAS_GRADIENT * has_gradient)
     return found
 
 
@@ -208,6 +209,11 @@ def _refusal(name: str, column: Sequence[int], homes: list[int], *, backward: bo
             "got one, which this step's would not be added to"
         )
     return ""
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return a tensor's memory; gloo sends no int16 and no float8, and torch compares no float8."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _named(model: nn.Module) -> list[tuple[str, Tensor]]:
