@@ -82,6 +82,12 @@ def shape_of(tensor: Tensor) -> tuple[int, ...]:
     return (tensor.size(0),) if is_ragged(tensor) else tuple(tensor.shape)
 
 
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor: gloo sends no int16 and no float8, and torch
+    compares no float8."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
 def extent_of(tensor: Tensor) -> tuple[int, int]:
     """Return the offsets in its storage of a tensor's first byte and of the byte after its last: of
     a nested tensor of the strided layout, that of its storage."""

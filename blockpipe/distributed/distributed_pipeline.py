@@ -36,7 +36,7 @@ from .rank_failures.failures import Failures
 from .replicas import StageReplicas, processes_of
 from .reporting.report_methods import StageReportMethods
 from .stage_values import StageValues
-from .state.homes import ValueHomes, is_known, words_of
+from .state.homes import ValueHomes, is_known, loading, words_of
 from .state.state_methods import StageStateMethods
 from .step import Run, StepResults, loss_weights, no_loss
 from .tied import TiedParameters
@@ -169,7 +169,8 @@ class DistributedPipeline(StageStateMethods, StageReportMethods):
         """The values of this process's stages, after they were read where that is asked for."""
         cut, places = self._engines.first, self._engines.places
         numbers = {cut.stages[stage].stage for stage in places.own}
-        fill_own(self.module, cut.recording, numbers, self._device, weights, init)
+        with loading(self.module):
+            fill_own(self.module, cut.recording, numbers, self._device, weights, init)
         values = StageValues(cut, places)
         self._engines.watched.placed()
         return values

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._common.checks import expected
 from .._torch.graph import stepping_hooks
+from .._torch.tensors import bytes_of
 from ..errors import UsageError
 from .data_parallel.sparse_gradients import NONE, SPARSE, dense, kind_of_gradient, of_kind
 
@@ -41,7 +42,11 @@ class StageReplicas:
     def broadcast(self, held: Iterable[Tensor]) -> None:
         """Give every replica the first one's values."""
         for tensor in held:
-            dist.broadcast(tensor.data, dist.get_global_rank(self._group, 0), group=self._group)
+            value = tensor.data.contiguous()
+            first = dist.get_global_rank(self._group, 0)
+            dist.broadcast(bytes_of(value), first, group=self._group)
+            if not tensor.is_contiguous():
+                tensor.data.copy_(value)
 
     @property
     def count(self) -> int:

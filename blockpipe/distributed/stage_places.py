@@ -8,6 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from .._torch.tensors import bytes_of
+
 
 class StagePlaces:
     """The ranks of the stages of one pipeline.
@@ -36,8 +38,8 @@ class StagePlaces:
         return given[0]
 
     def broadcast(self, tensor: Tensor, stage: int) -> None:
-        """Send a tensor from the process of one stage to all; ``-1`` is the last one."""
-        dist.broadcast(tensor, self._global(stage), group=self.group)
+        """Send a contiguous tensor from the process of one stage to all; ``-1`` is the last one."""
+        dist.broadcast(bytes_of(tensor), self._global(stage), group=self.group)
 
     def _global(self, stage: int) -> int:
         home = self.ranks[stage]

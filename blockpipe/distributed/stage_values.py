@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._common.checks import expected
@@ -97,6 +98,11 @@ class StageValues:
         """Yield the buffers."""
         return (buffer for stage in self._stages for buffer in stage.buffers())
 
+    def paths(self) -> set[str]:
+        """Return the paths of the modules that these stages call."""
+        called = {id(module) for stage in self._stages for module in stage.called()}
+        return {path for path, module in self._model.named_modules() if id(module) in called}
+
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget the gradients."""
         for stage in self._stages:
@@ -121,12 +127,27 @@ class StageValues:
 
     def gathered(self) -> dict[str, Any]:
         """Return the whole model's state dict, on the CPU, in every process."""
-        return {
+        state = self._model.state_dict(keep_vars=True)
+        names = self._from_all(frozenset(state))
+        common = names[0].intersection(*names)
+        found = {
             name: self._gathered_extra(name, value)
             if is_extra(name) or not isinstance(value, Tensor)
             else self.gathered_one(name, value)
-            for name, value in self._model.state_dict(keep_vars=True).items()
+            for name, value in state.items()
+            if name in common
         }
+        if any(common != every for every in names):  # a forward has registered a buffer
+            late = {name: value for name, value in self.own().items() if name not in common}
+            for other in self._from_all(map_tensors(lambda t: t.detach().cpu(), late)):
+                found.update(other)
+        return found
+
+    def _from_all(self, value: Any) -> list[Any]:
+        """Return the objects of all processes."""
+        found: list[Any] = [None] * dist.get_world_size(self._places.group)
+        dist.all_gather_object(found, value, group=self._places.group)
+        return found
 
     def _gathered_extra(self, name: str, value: Any) -> Any:
         """Return what a module's ``get_extra_state`` gives where its stage is."""

@@ -121,9 +121,12 @@ class Averages(nn.Module):
         super().__init__()
         self.layer = nn.Linear(6, 6)
         self.register_buffer("mean", torch.zeros(6))
+        for at, dtype in enumerate((torch.int16, torch.bool, torch.complex64)):
+            self.register_buffer(f"kind{at}", torch.ones((at,) * at, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         self.mean = (self.mean + x.detach().mean(0)) / 2
+        self.kind0 += 1
         y: Tensor = self.layer(x)
         return y.tanh()
 
@@ -191,3 +194,88 @@ def two_pipelines_that_train_a_layer_on_two_ranks_are_refused(rank: int, ranks: 
         encoder[1].weight.mul_(rank + 2)  # each has an optimizer of its own
     with pytest.raises(UsageError, match=r"'encoder\.1\.weight' to be trained in one process"):
         pipes[0].state_dict()
+
+
+def a_gradient_that_was_left_before_its_layer_was_frozen_is_no_step_s(
+    rank: int, ranks: int
+) -> None:
+    """No step adds to it, so that a second pipeline with the layer elsewhere can run."""
+    if ranks != 2:
+        return
+    torch.manual_seed(0)
+    encoder, x = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), torch.randn(8, 6)
+    pipes = [DistributedPipeline(Task(encoder, at), sample=x, chunks=2) for at in (1, 2)]
+    pipes[0].forward_backward(x, loss_fn=torch.sum)
+    encoder[1].requires_grad_(False)
+    pipes[1].forward_backward(x, loss_fn=torch.sum)
+
+
+def _squares(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+class Late(nn.Module):
+    """A layer whose first forward registers a buffer, which later ones read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "mean"):
+            self.register_buffer("mean", torch.zeros(6))
+        self.mean.mul_(0.5).add_(x.detach().mean(0))
+        y: Tensor = self.layer(x + self.mean)
+        return y.tanh()
+
+
+class Cut(nn.Module):
+    """Layers that are cut in two."""
+
+    def __init__(self, layers: nn.ModuleList, begins: int) -> None:
+        super().__init__()
+        self.layers, self.begins = layers, begins
+
+    def forward(self, x: Tensor) -> Tensor:
+        for at, layer in enumerate(self.layers):
+            with bp.Block(int(at >= self.begins)):
+                x = layer(x)
+        return x
+
+
+def a_second_pipeline_goes_on_with_a_buffer_that_the_first_ones_forward_registered(
+    rank: int, ranks: int
+) -> None:
+    """If it is cut at the same modules; else no process has what it would read."""
+    if ranks != 2:
+        return
+    torch.manual_seed(0)
+    layers, x = nn.ModuleList([Late() for _ in range(4)]), torch.randn(8, 6)
+    plain = Cut(copy.deepcopy(layers), 2)
+    for _ in range(2):
+        pipe = DistributedPipeline(Cut(layers, 2), sample=x, chunks=2)
+        result = pipe.forward_backward(x, loss_fn=_squares)
+        expected = torch.stack([_squares(plain(part)) for part in x.chunk(2)]).mean()
+        torch.testing.assert_close(result.loss, expected.detach())
+        torch.testing.assert_close(pipe.state_dict(), dict(plain.state_dict()))
+    with pytest.raises(UsageError, match=r"'layers\.1\.mean' in each process"):
+        DistributedPipeline(Cut(layers, 1), sample=x, chunks=2)
+
+
+def weights_that_a_second_pipeline_is_given_are_its_own(rank: int, ranks: int) -> None:
+    """Whatever the first one has trained."""
+    if ranks != 2:
+        return
+    torch.manual_seed(0)
+    layers, x = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)]), torch.randn(8, 6)
+    plain = Cut(nn.ModuleList([nn.Linear(6, 6) for _ in range(4)]), 2)
+    first = DistributedPipeline(Cut(layers, 2), sample=x, chunks=2)
+    optimizer = torch.optim.SGD(first.parameters(), lr=0.5)
+    first.forward_backward(x, loss_fn=_squares)
+    optimizer.step()
+    optimizer.zero_grad()
+    for begins in (1, 3):
+        given = {name: value.clone() for name, value in plain.state_dict().items()}
+        pipe = DistributedPipeline(Cut(layers, begins), sample=x, chunks=2, weights=given)
+        with torch.no_grad():
+            torch.testing.assert_close(pipe(x), plain(x))

@@ -8,8 +8,10 @@ A pipeline alone has nothing to do with this.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,12 +19,13 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..._common.callsite import users_line
-from ..._torch.tensors import version_of
+from ..._torch.tensors import bytes_of, version_of
 from ...errors import UsageError
 from ..rank_failures.failures import Failures
 from ..stage_values import StageValues
 
-_KNOWN, _OWN, _WRITTEN, _HAS_GRADIENT, _READS = (1 << bit for bit in range(5))
+_KNOWN, _OWN, _WRITTEN, _HAS_GRADIENT, _READS, _MISSING = (1 << bit for bit in range(6))
+_OTHER, _LACKS = 1, 2  # what is wrong with a tensor where it is read
 
 
 @dataclass
@@ -38,6 +41,15 @@ class _Home:
     pipeline: object
     is_own: bool
     version: int
+
+
+class Word(NamedTuple):
+    """What a process says of a tensor that it has: bits, and what another one needs to hold it."""
+
+    bits: int
+    shape: torch.Size
+    dtype: torch.dtype
+    is_buffer: bool
 
 
 class _Homes:
@@ -105,7 +117,7 @@ class ValueHomes:
         return {id(tensor) for tensor in (*self._values.parameters(), *self._values.buffers())}
 
     @torch.no_grad()
-    def take(self, words: list[int], *, backward: bool = False) -> None:
+    def take(self, words: Mapping[str, Word], *, backward: bool = False) -> None:
         """Take what other processes have trained; all of them call it together.
 
         Args:
@@ -123,56 +135,80 @@ class ValueHomes:
             raise UsageError(f"{refusal} ({users_line()}); {_REMEDY}")
         self._note()
 
-    def _taken(self, words: list[int], *, backward: bool) -> str:
+    def _taken(self, words: Mapping[str, Word], *, backward: bool) -> str:
         """Return what is wrong, with the same words in all processes."""
-        own, named = self._own(), _named(self._model)
-        words = [word | _READS * (id(t) in own) for word, (_, t) in zip(words, named, strict=True)]
-        given = torch.tensor(words, device=self._device)
-        rows = [torch.empty_like(given) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(rows, given, group=self._group)
-        columns = [*zip(*(row.tolist() for row in rows), strict=True)]
-        moved = [at for at, column in enumerate(columns) if any(map(_is_taken, column))]
-        homes = {at: _homes_of(named[at][1], columns[at]) for at in moved}
-        for at in moved:
-            refusal = _refusal(named[at][0], columns[at], homes[at], backward=backward)
+        own, here = self._own(), dict(_named(self._model))
+        said = {
+            name: word._replace(bits=word.bits | _READS * (id(here[name]) in own))
+            for name, word in words.items()
+        }
+        rows: list[dict[str, Word]] = [{} for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather_object(rows, said, group=self._group)
+        # A forward may register a buffer, which the other processes do not have.
+        names = [*dict.fromkeys(name for row in rows for name in row)]
+        columns = {n: [row[n].bits if n in row else _MISSING for row in rows] for n in names}
+        moved = {n: column for n, column in columns.items() if any(map(_is_taken, column))}
+        homes = {n: _homes_of(next(row[n] for row in rows if n in row), moved[n]) for n in moved}
+        for name, column in moved.items():
+            refusal = _refusal(name, column, homes[name], backward=backward)
             if refusal:
                 return refusal
-        differs = torch.zeros(len(named), dtype=torch.int32, device=self._device)
-        for at in moved:
-            differs[at] = self._receive(named[at][1], homes[at][0], columns[at])
-        dist.all_reduce(differs, dist.ReduceOp.MAX, group=self._group)
-        names = (name for (name, _), differ in zip(named, differs.tolist(), strict=True) if differ)
-        found = next(names, "")
-        return found and (
-            f"expected {found!r} to be trained in one process, got two pipelines that have it on "
-            "different ranks, and other values on each"
-        )
+        wrong = torch.zeros(len(names), dtype=torch.int32, device=self._device)
+        called = self._values.paths()
+        for at, name in enumerate(names):
+            if name in moved:
+                home = homes[name][0]
+                value = self._sent(here.get(name), rows[home][name], home)
+                wrong[at] = _OTHER * self._receive(here.get(name), value, home, columns[name])
+            elif name not in here:
+                wrong[at] = _LACKS * (name.rpartition(".")[0] in called)
+        dist.all_reduce(wrong, dist.ReduceOp.MAX, group=self._group)
+        return next(filter(None, map(_told, names, wrong.tolist())), "")
 
-    def _receive(self, tensor: Tensor, home: int, column: Sequence[int]) -> bool:
-        """Send a tensor from its home to all; returns whether this process has written another."""
-        rank = dist.get_rank(self._group)
-        value = tensor.detach().to(self._device).contiguous() if rank == home else torch.empty(0)
-        if rank != home:
-            value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+    def _sent(self, tensor: Tensor | None, word: Word, home: int) -> Tensor:
+        """Send a tensor from its home to all, and return it."""
+        if tensor is None or dist.get_rank(self._group) != home:
+            value = torch.empty(word.shape, dtype=word.dtype, device=self._device)
+        else:
+            value = tensor.detach().to(self._device).contiguous()
         source = home if self._group is None else dist.get_global_rank(self._group, home)
-        dist.broadcast(value, source, group=self._group)
-        if not _is_taken(column[rank]):
+        dist.broadcast(bytes_of(value), source, group=self._group)
+        return value
+
+    def _receive(
+        self, tensor: Tensor | None, value: Tensor, home: int, column: Sequence[int]
+    ) -> bool:
+        """Keep what was sent; returns whether this process has written another value."""
+        bits = column[dist.get_rank(self._group)]
+        if tensor is None or not _is_taken(bits):
             return False
-        if not column[rank] & _WRITTEN:
+        if not bits & _WRITTEN:
             tensor.detach().copy_(value)
             return False
-        is_other = not torch.equal(value.to(tensor.device), tensor.detach())
+        is_other = not torch.equal(*map(bytes_of, (value.to(tensor.device), tensor.detach())))
         return is_other and bool(column[home] & _WRITTEN)  # else it was loaded here since
 
 
-def words_of(model: nn.Module) -> list[int]:
-    """Return what this process knows of each tensor of a model, for :meth:`ValueHomes.take`."""
-    found = []
+@contextmanager
+def loading(model: nn.Module) -> Iterator[None]:
+    """What is written during the block is nobody's but this pipeline's: it has been loaded."""
+    before = {id(tensor): version_of(tensor) for _, tensor in _named(model)}
+    yield
     for _, tensor in _named(model):
-        home, word = _homes.of.get(tensor), 0
+        if before.get(id(tensor)) != version_of(tensor):
+            _homes.of.pop(tensor, None)
+
+
+def words_of(model: nn.Module) -> dict[str, Word]:
+    """Return what this process knows of each tensor of a model, for :meth:`ValueHomes.take`."""
+    found = {}
+    for name, tensor in _named(model):
+        home, bits = _homes.of.get(tensor), 0
         if home is not None:
-            word = _KNOWN | _OWN * home.is_own | _WRITTEN * (version_of(tensor) != home.version)
-        found.append(word | _HAS_GRADIENT * (tensor.is_leaf and tensor.grad is not None))
+            bits = _KNOWN | _OWN * home.is_own | _WRITTEN * (version_of(tensor) != home.version)
+        has_gradient = tensor.requires_grad and tensor.is_leaf and tensor.grad is not None
+        bits |= _HAS_GRADIENT * has_gradient
+        found[name] = Word(bits, tensor.shape, tensor.dtype, not isinstance(tensor, nn.Parameter))
     return found
 
 
@@ -182,16 +218,32 @@ _REMEDY = (
 )
 
 
+def _told(name: str, wrong: int) -> str:
+    if wrong == _LACKS:
+        return (
+            f"expected {name!r} in each process, got a buffer that a forward has registered on the "
+            "rank of another pipeline: register it in __init__"
+        )
+    return (
+        ""
+        if not wrong
+        else (
+            f"expected {name!r} to be trained in one process, got two pipelines that have it on "
+            "different ranks, and other values on each"
+        )
+    )
+
+
 def _is_taken(word: int) -> bool:
     """Whether a process reads what has been another one's."""
     return bool(word & _READS and word & _KNOWN) and not word & _OWN
 
 
-def _homes_of(tensor: Tensor, column: Sequence[int]) -> list[int]:
+def _homes_of(word: Word, column: Sequence[int]) -> list[int]:
     """Return the ranks that have the true value of a tensor."""
-    homes = [rank for rank, word in enumerate(column) if word & _OWN]
-    if not homes and not isinstance(tensor, nn.Parameter):  # a forward has replaced the buffer
-        homes = [rank for rank, word in enumerate(column) if not word & _KNOWN]
+    homes = [rank for rank, bits in enumerate(column) if bits & _OWN]
+    if not homes and word.is_buffer:  # a forward has replaced it
+        homes = [rank for rank, bits in enumerate(column) if not bits & (_KNOWN | _MISSING)]
     return homes
 
 
