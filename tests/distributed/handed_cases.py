@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -279,3 +280,23 @@ def weights_that_a_second_pipeline_is_given_are_its_own(rank: int, ranks: int) -
         pipe = DistributedPipeline(Cut(layers, begins), sample=x, chunks=2, weights=given)
         with torch.no_grad():
             torch.testing.assert_close(pipe(x), plain(x))
+
+
+def what_a_pipeline_of_one_process_has_had_all_processes_take_together(
+    rank: int, ranks: int
+) -> None:
+    """Only that process knows of it."""
+    if ranks != 2:
+        return
+    torch.manual_seed(0)
+    layers, x = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)]), torch.randn(8, 6)
+    pipe = DistributedPipeline(Cut(layers, 2), sample=x, chunks=2)
+    first = dist.new_group([0])
+    if rank == 0:
+        alone = DistributedPipeline(Cut(layers[:2], 4), sample=x, chunks=2, group=first)
+        alone.forward_backward(x, loss_fn=_squares)
+        alone.zero_grad()
+    expected = {name: value.clone() for name, value in Cut(layers, 2).state_dict().items()}
+    torch.testing.assert_close(pipe.state_dict(), expected)
+    loss = pipe.forward_backward(x, loss_fn=_squares).loss
+    torch.testing.assert_close(loss, _squares(Cut(layers, 2)(x)).detach())

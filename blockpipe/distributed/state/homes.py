@@ -105,6 +105,13 @@ class ValueHomes:
             self._seen = _homes.changes
         return False
 
+    def are_elsewhere_for_any(self) -> bool:
+        """Return the same in all processes, which ask together: whether it is so in any of them. A
+        pipeline of some of the processes is known to these alone."""
+        asked = torch.tensor([self.are_elsewhere()], dtype=torch.int32, device=self._device)
+        dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._group)
+        return bool(asked.item())
+
     def _note(self) -> None:
         """Note that this pipeline has them now."""
         own = self._own()

@@ -57,8 +57,8 @@ class StageStateMethods:
 
     def _take_back(self) -> None:
         """Take what another pipeline of the model has trained since; all processes do."""
-        if self._homes.are_elsewhere():
-            with self._failures.told(agreed=True):
+        with self._failures.told(agreed=True):
+            if self._homes.are_elsewhere_for_any():
                 self._homes.take(words_of(self.module))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
