@@ -222,12 +222,10 @@ class SharedValues:
                 self._pending.end(id(running), to_anything=True)
 
     def _note_missed(self, running: types.FrameType, hops: dict[int, int]) -> None:
-        """Note the accesses in branches that a function did not take, and in what they call. If its
-        condition depends on the data or on the forward's own changes, it may take them in a later
-        step unnoticed."""
+        """Note the accesses in branches that a function did not take, and in what they call: it may
+        take them in a later step if its condition depends on data, or on the forward's changes."""
         accesses = self._codes[id(running.f_code)][1]
-        missed = accesses.keys() - hops.keys()
-        frame = Frame(running, self._functions, None)
+        missed, frame = accesses.keys() - hops.keys(), Frame(running, self._functions, None)
         if missed and self.known.any_open(tests_of(running.f_code), frame):
             for offset in missed:
                 hop = hops[max(known for known in hops if known < offset)]
@@ -241,16 +239,13 @@ class SharedValues:
             self._draws(frame.evaluated(access.node), frame, hop)
         if (places := set_by_method(access.node, frame)) is not None:
             lasting = [(o, name, member_of(o, name)) for o, name in places if self._is_lasting(o)]
-            is_open = self.known.any_open(arguments_of(access.node), frame)
-            self._will_set(lasting, access, frame, hop, is_fixed=not is_open)
+            is_fixed = not self.known.any_open(arguments_of(access.node), frame)
+            self._will_set(lasting, access, frame, hop, is_fixed=is_fixed)
             return
         owner, key, value = frame.owner_of(access)
         self._stays = self._stays or asks_cache(access, frame)
         if runs:
-            self._stays = self._stays or effect_of(access, frame, self._used_up, self._lasting)
-            self._taken_in.note(access, frame, owner, value)
-            if access.reads and owner is not None:
-                self.on_read(owner, value, frame.frame, self._is_lasting(owner))
+            self._finds(access, frame, owner, value)
         if self._replaces_all and owner is None and isinstance(access.node, ast.Attribute):
             self._calls_method(access.node, frame, hop)
         if self._still is not None:
@@ -285,6 +280,13 @@ class SharedValues:
         use, held = use_by(access, value)  # of the container that a method is of
         if use is not Use.NONE and (self._all_lasts or id(held) in self._lasting):
             self._uses(replace(access, use=use), held, frame, hop)
+
+    def _finds(self, access: Access, frame: Frame, owner: Any, value: Any) -> None:
+        """Note where the forward finds a value, and what it does to it."""
+        self._stays = self._stays or effect_of(access, frame, self._used_up, self._lasting)
+        self._taken_in.note(access, frame, owner, value)
+        if access.reads and owner is not None:
+            self.on_read(owner, value, frame.frame, self._is_lasting(owner))
 
     def _note_call(self, access: Access, frame: Frame, hop: int) -> None:
         """Note what a function in C reads by names, and the use of what a cache keeps."""

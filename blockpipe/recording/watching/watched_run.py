@@ -111,12 +111,8 @@ def run_watched(
     result.planned_at = None if planned is None else planned.where
     recorder = _watching(request, result, holders)
     beside = [*(hook.function for hook in request.hooks), *filter(None, [request.loss_fn])]
-    modules, traces = dict(model.named_modules()), is_second or may_set_by(beside)
-    around, here = [*holders, *request.modes], (recorder.hop_here, lambda: recorder.calls.innermost)
-    values = SharedValues(around, holders, modules, *here, fake=fake, traces=traces)
-    beside_arguments = ReadBeside(recorder.key, recorder.hop_here, recorder.calls.with_arguments)
-    values.on_read = beside_arguments.found
-    values.known.ignore(h.owner for h in request.modes if container_of(h.owner) is not None)
+    traces = is_second or may_set_by(beside)
+    values = _watching_values(request, recorder, holders, fake=fake, traces=traces)
     versions = {id(t): (t, version_of(t)) for t in (*model.parameters(), *model.buffers())}
     _watch_calls(model, recorder, {} if planned is None else planned.stages)
     before = set_cursor(recorder.run.cursor)
@@ -153,6 +149,18 @@ def run_watched(
     if planned is None:
         result.unreached = [*_unreached(model, result), *_passed_over(result.hops)]
     return result
+
+
+def _watching_values(
+    request: RecordRequest, recorder: Recorder, holders: list[Holder], *, fake: bool, traces: bool
+) -> SharedValues:
+    """Make what watches the values of the user's that a forward reads and sets."""
+    around, modules = [*holders, *request.modes], dict(request.model.named_modules())
+    here = recorder.hop_here, lambda: recorder.calls.innermost
+    values = SharedValues(around, holders, modules, *here, fake=fake, traces=traces)
+    values.known.ignore(h.owner for h in request.modes if container_of(h.owner) is not None)
+    values.on_read = ReadBeside(recorder.key, here[0], recorder.calls.with_arguments).found
+    return values
 
 
 def _watching(request: RecordRequest, result: Recording, holders: list[Holder]) -> Recorder:
