@@ -61,6 +61,22 @@ def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def put_back(tensor: Tensor, value: Tensor, version: int) -> None:
+    """Write an earlier value into a tensor, and let it have its version of then again.
+
+    The caller's graphs may have saved the tensor: for autograd, it has not been written to.
+
+    Args:
+        tensor: where to write.
+        value: what was there.
+        version: what :func:`version_of` said then.
+    """
+    with torch.no_grad():
+        tensor.detach().copy_(value)
+    if version >= 0:
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
 storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """Which storage it is, as long as it lives. ``data_ptr()`` is 0 for all without memory (meta and
 empty ones), and fails for fake ones; ``id()`` is that of a Python object, which may go earlier."""

@@ -24,7 +24,14 @@ from torch import Tensor, nn
 
 from .._torch.modes import DispatchMode
 from .._torch.modules import hooks_of_all_modules
-from .._torch.tensors import FakeTensor, storage_of, unset_fake_temporarily, written_by
+from .._torch.tensors import (
+    FakeTensor,
+    put_back,
+    storage_of,
+    unset_fake_temporarily,
+    version_of,
+    written_by,
+)
 from .contents import content_of, kept_hooks, kept_otherwise, kept_registry, objects_in
 from .holders import (
     AttributesHolder,
@@ -194,13 +201,7 @@ class ModelState:
     def _kept_tensor(self, tensor: Tensor) -> Callable[[], None] | None:
         if not self._values or isinstance(tensor, nn.Parameter) or tensor.is_meta:
             return None
-        before = tensor.detach().clone()
-
-        def restore() -> None:
-            with torch.no_grad():
-                tensor.detach().copy_(before)
-
-        return restore
+        return functools.partial(put_back, tensor, tensor.detach().clone(), version_of(tensor))
 
     def _look_at_class(self, kind: type) -> Iterable[Any]:
         """Save a user class's own attributes, and the values that its functions read."""
@@ -320,7 +321,7 @@ class _Undone(DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._copies: list[tuple[Tensor, Tensor, int]] = []
 
     def watched(self, tensor: Tensor) -> Tensor | None:
         """Return the tensor to copy before a tensor is written to, or ``None``."""
@@ -341,13 +342,14 @@ class _Undone(DispatchMode):
             watched = self.watched(tensor)
             if watched is not None:
                 with unset_fake_temporarily():
-                    self._copies.append((watched, watched.detach().clone()))
+                    copied = watched, watched.detach().clone(), version_of(watched)
+                    self._copies.append(copied)
 
     def __exit__(self, *failure: Any) -> None:
         super().__exit__(*failure)  # type: ignore[no-untyped-call]
-        with unset_fake_temporarily(), torch.no_grad():
-            for tensor, value in reversed(self._copies):
-                tensor.detach().copy_(value)
+        with unset_fake_temporarily():
+            for copied in reversed(self._copies):
+                put_back(*copied)
 
 
 class RealWritesUndone(_Undone):
