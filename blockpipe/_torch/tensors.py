@@ -62,9 +62,11 @@ def version_of(tensor: Tensor) -> int:
 
 
 def put_back(tensor: Tensor, value: Tensor, version: int) -> None:
-    """Write an earlier value into a tensor, and let it have its version of then again.
+    """Let a tensor have an earlier value again, and its version of then.
 
-    The caller's graphs may have saved the tensor: for autograd, it has not been written to.
+    The caller's graphs may have saved the tensor: for autograd, it has not been written to. Nor may
+    its memory be written if nothing has changed there: it may be read-only, as that of a mapped
+    file is, or that of an expanded tensor.
 
     Args:
         tensor: where to write.
@@ -72,9 +74,21 @@ def put_back(tensor: Tensor, value: Tensor, version: int) -> None:
         version: what :func:`version_of` said then.
     """
     with torch.no_grad():
-        tensor.detach().copy_(value)
+        if not _has_bits_of(tensor.detach(), value):
+            tensor.detach().copy_(value)
     if version >= 0:
         torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def _has_bits_of(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are known to have the same bits; not a number equals nothing."""
+    if one.layout is not torch.strided or one.is_quantized or one.is_nested:
+        return False
+    plain = (
+        t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        for t in (one, other)
+    )
+    return torch.equal(*plain)
 
 
 storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from blockpipe._torch import tensors
 
@@ -164,3 +165,48 @@ def test_an_extent_is_counted_in_bytes_of_the_storage():
     whole = torch.zeros(4, 6, dtype=torch.float64)
     assert tensors.extent_of(whole[1:3, 2:4]) == ((6 + 2) * 8, (2 * 6 + 3 + 1) * 8)
     assert tensors.extent_of(whole.t()) == (0, 4 * 6 * 8)
+
+
+class Copies(TorchDispatchMode):
+    """Counts the copies into tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.copy_.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.arange(6.0).view(2, 3),
+        lambda: torch.arange(3).expand(2, 3),
+        lambda: torch.tensor(1.0).expand(4),
+        lambda: torch.tensor([True, False]),
+        lambda: torch.tensor([1.0, torch.nan, torch.inf]),
+        lambda: torch.tensor([1 + 2j, 3j]).conj(),
+        lambda: torch.arange(6.0)[::2],
+        lambda: torch.tensor(2.0),
+        lambda: torch.zeros(0, 3),
+        lambda: torch.eye(2).to_sparse(),
+    ],
+)
+def test_what_has_not_changed_keeps_its_version_and_its_memory_is_not_written(make):
+    tensor = make()
+    value, version = tensor.detach().clone(), tensors.version_of(tensor)
+    with Copies() as seen:
+        tensors.put_back(tensor, value, version)
+    assert tensors.version_of(tensor) == version
+    assert seen.count == (tensor.layout is torch.sparse_coo)  # whose bits are not looked at
+
+
+@pytest.mark.parametrize("changed", [torch.nan, -0.0, 3.0])
+def test_what_has_changed_has_its_value_and_its_version_again(changed):
+    tensor = torch.tensor([0.0, 1.0])
+    value, version = tensor.clone(), tensors.version_of(tensor)
+    tensor[0] = changed
+    tensors.put_back(tensor, value, version)
+    assert tensor.tolist() == [0.0, 1.0]
+    assert not tensor.signbit().any()
+    assert tensors.version_of(tensor) == version

@@ -1,6 +1,8 @@
 """Inputs that a graph of the caller's has saved, and at which a recording or ``verify`` looks."""
 
+import mmap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,3 +69,22 @@ def test_an_input_that_a_recorded_forward_writes_has_its_value_and_its_version_a
     bp.record(Writing(), x)
     assert torch.equal(x, expected)
     assert x._version == before
+
+
+def _mapped(path: Path) -> Tensor:
+    """A batch in the memory of a file that may only be read: to write there ends the process."""
+    file = path / "batch"
+    file.write_bytes(torch.ones(6, 4).numpy().tobytes())
+    with file.open("rb") as opened:
+        mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    return torch.frombuffer(mapped, dtype=torch.float32).view(6, 4)
+
+
+@pytest.mark.cpu("its memory is the host's")
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("kind", ["read-only", "expanded"])
+def test_memory_that_nobody_may_write_is_not_written(kind: str, look: str, tmp_path: Path) -> None:
+    x = _mapped(tmp_path) if kind == "read-only" else torch.ones(4).expand(6, 4)
+    LOOKS[look](bp.Pipeline(Looking(), devices=stages(2), chunks=2), x)
+    assert torch.equal(x, torch.ones(6, 4))
