@@ -47,6 +47,8 @@ class Step:
         self.state = StepState(request)
         self._model: RecomputedModel | None = None
         request.prepared.microbatches = len(request.microbatches)
+        if self.state.mode.unsettled is not None:
+            request.prepared.step_sizes.latest = frozenset()  # until it is over
         if request.prepared.steps == 0:
             reason = reason_of(self.state.mode, request)
             _log.info("%d micro-batches %s", len(request.microbatches), reason)
@@ -64,6 +66,7 @@ class Step:
                     PlainLoop(self.state).run()
                 finally:
                     self.state.context.settle()
+            self._has_settled()
         else:
             runner = self._runner  # before anything is put around the step
             if not self.state.mode.in_one_thread:
@@ -130,8 +133,12 @@ class Step:
         """Check the tables that the forwards have made and kept, which later steps will read."""
         if self.state.context.constants is not None:
             self.state.context.constants.check()
+        self._has_settled()
+
+    def _has_settled(self) -> None:
+        """Note the sizes that what the forwards have left follows from."""
         if self.state.mode.unsettled is not None:
-            self.request.prepared.settled = self.state.mode.unsettled
+            self.request.prepared.step_sizes.latest = self.state.mode.unsettled
 
     @contextmanager
     def _cleaned_up(self, *, only_on_failure: bool = False) -> Iterator[None]:

@@ -28,14 +28,14 @@ class StepMode:
         is_compiling: compiled modules run for the first time. They are compiled, and captured, in
             one thread.
         is_plain_loop: a whole step (forwards and backwards) can be the plain loop.
-        unsettled: the sizes of the micro-batches, if modules of several hops may make something for
-            them that they keep; ``None`` if they do not.
+        unsettled: the sizes of the micro-batches, if for these a hop may set, or make anew, what
+            others read; ``None`` if they do not.
     """
 
     one_by_one: bool
     is_compiling: bool
     is_plain_loop: bool
-    unsettled: Hashable | None = None
+    unsettled: frozenset[Hashable] | None = None
 
     @property
     def in_one_thread(self) -> bool:
@@ -51,7 +51,7 @@ def mode_of(request: StepRequest, *, inputs_need_grad: bool) -> StepMode:
         inputs_need_grad: whether the caller gets gradients of its inputs.
     """
     prepared = request.prepared
-    unsettled = prepared.unsettled(request.microbatches)
+    unsettled = prepared.step_sizes.unsettled(prepared.recording, request.microbatches)
     one_by_one = unsettled is not None or prepared.runs_inline(
         request.schedule, len(request.microbatches)
     )
@@ -107,6 +107,8 @@ def reason_of(mode: StepMode, request: StepRequest) -> str:
         return f"in one thread: schedule={request.schedule!r}"
     if prepared.recording.given_at:
         return f"in one thread: it uses a changing number at {prepared.recording.given_at}"
+    if mode.unsettled is not None and prepared.recording.turns_by_size:
+        return f"in one thread: sizes decide what is read at {prepared.recording.turns_by_size}"
     if mode.unsettled is not None:
         return "in one thread: modules of several hops make tables that they keep"
     if prepared.is_small:

@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._common.nested import tensors
 from .._common.text import bytes_text
 from .._torch.tensors import storage_id
-from ..batches.microbatch import Microbatch
 from ..costs.meter import ASKS_HOST
 from ..costs.rates import Rates, together
 from ..crossing.host_stores import AHEAD
@@ -35,6 +33,7 @@ from .hop_costs import hop_costs, rates_of_stages
 from .options import recomputes
 from .schedule_choice import ScheduleRequest
 from .sealed_forwards import SealedForwards
+from .step_sizes import StepSizes
 from .unwritten import Unwritten
 
 _log = logging.getLogger(__name__)
@@ -134,7 +133,7 @@ class Prepared:
     written: frozenset[str] = frozenset()  # names of tensors that later steps were seen to write
     steps: int = 0  # how many have run with it
     knows_backwards: bool = False  # whether lanes have run all of a step
-    settled: Hashable | None = None  # sizes of the step before: see unsettled
+    step_sizes: StepSizes = field(default_factory=StepSizes)  # of the pipeline
     microbatches: int = 0  # in the last of them
     choices: dict[int, ScheduleChoice] = field(default_factory=dict)  # of "auto", by micro-batches
     loss_draws: dict[Any, bool] = field(default_factory=dict)  # by loss function: whether it draws
@@ -278,17 +277,6 @@ class Prepared:
     def has_one_lane(self) -> bool:
         """Whether nothing can overlap, or threads would cost more than that gains."""
         return has_one_lane(self.lane_of_hop, is_small=self.is_small)
-
-    def unsettled(self, microbatches: Sequence[Microbatch]) -> Hashable | None:
-        """The sizes of these micro-batches, if for them modules that several hops call may make
-        something anew that they keep: a table of another length."""
-        if not self.recording.settles:
-            return None
-        sizes = frozenset(
-            tuple(tensor.shape for tensor in tensors((batch.args, batch.kwargs)))
-            for batch in microbatches
-        )
-        return None if len(sizes) == 1 and sizes == self.settled else sizes
 
     def runs_inline(self, schedule: ScheduleOption, microbatches: int) -> bool:
         """Return whether micro-batches go out and come back one by one, in one thread."""

@@ -38,6 +38,7 @@ from .options import PipelineOptions, check_plan
 from .prepared import Prepared, lanes_of
 from .sealed_forwards import SealedForwards
 from .shared_state import CodeKinds, check_shared_memory, check_shared_state, runs_by
+from .step_sizes import StepSizes, sizes_of
 from .watched_values import WatchedValues
 
 MOST_RECORDINGS = 16  # kept of one pipeline: modes, grad modes, several kinds of calls; a guess
@@ -92,7 +93,7 @@ class Preparer:
         self._written = frozenset[str]()  # by steps that had not written it when recorded
         self._has_warned_of_recordings = False
         self._has_cautioned = False
-        self._beside = CodeKinds()
+        self._beside, self._step_sizes = CodeKinds(), StepSizes()
 
     # --- what is known
 
@@ -250,7 +251,7 @@ class Preparer:
                 intended=self.given_devices or default_devices(),
                 share=batch.share,
             )
-        recording.samples = batch.size
+        recording.samples, recording.sizes = batch.size, sizes_of(batch)
         recording.given_at = self._watched_values.is_recorded(recording.unread)
         return recording
 
@@ -313,13 +314,15 @@ class Preparer:
             offload=offloaded_stages(recording, options.offload),
             batch_norm=batch_norm,
             written=self._written,
+            step_sizes=self._step_sizes,
         )
 
     def _key(self, batch: Microbatch, fingerprint: Fingerprint, loss_fn: LossFn) -> Any:
         """Return what a recording depends on: modes, grad mode, structure, a loss or a mode of the
         user's that may share values with the forward, and the values of arguments that are no
         tensors. These may lead to another module on the same route, which nothing would notice.
-        Sizes are not in it: a micro-batch whose size leads elsewhere is noticed by its route.
+        Sizes are not in it: a micro-batch whose size leads elsewhere is noticed by its route. Where
+        plain values follow from them, a size that has come twice has a recording of its own.
         Comparisons of numbers that change between steps are, with their answers: those of the
         recording that fits."""
         shape = tuple(
@@ -334,10 +337,14 @@ class Preparer:
         around = saved_tensor_hooks() or (None, None)  # what saved tensors go through
         beside = *map(self._beside.known_by, (loss_fn, *around)), *map(type, users_modes())
         found = steered, modes, beside, torch.is_grad_enabled(), len(batch.args), names, shape
-        for known in reversed(self.known):
-            if known[0] == found and self._watched_values.holds(known[1]):
-                return known
-        return found, self._watched_values.answered()
+        holds = self._watched_values.holds
+        fits = [known for known in reversed(self.known) if known[0] == found and holds(known[1])]
+        sizes, answers = sizes_of(batch), self._watched_values.answered
+        if not fits:
+            return found, answers(), None
+        best = next((k for k in fits if self.known[k].recording.sizes == sizes), fits[0])
+        is_new = self._step_sizes.is_new(sizes, self.known[best].recording, self.known)
+        return (found, answers(), sizes) if is_new and not self.known[best].has_one_lane else best
 
     def look_again(
         self,

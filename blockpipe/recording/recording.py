@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .._common.callsite import remembers_caller
 from ..costs.meter import HostSync
@@ -80,6 +80,9 @@ class Recording:
     changing: set[str] = field(default_factory=set)  # attributes that the forward sets, by name
     collects: bool = False  # several hops add to something of the user's, or a cache keeps that
     settles: bool = False  # modules of several hops make something at the first call, and keep it
+    turns_by_size: str = ""
+    """The line that reads what another hop sets otherwise for a micro-batch of another size."""
+    sizes: tuple[Any, ...] = ()  # the shapes in the arguments of the micro-batch that it is of
     unread: set[str] = field(default_factory=set)  # those that look like switches, and are none
     sets: dict[int, str] = field(default_factory=dict, repr=False)
     """The objects that were there before and that it, a hook or the loss sets: by id, in words."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import types
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -63,6 +64,8 @@ class KnownValues:
         self.variables: dict[int, tuple[ContextVar[Any], Any]] = {}
         self._paths, self._fake = paths, fake
         self._values: dict[_Where, SharedValue] = {}
+        self._of_other_sizes: dict[_Where, SharedValue] = {}
+        self.is_of_other_sizes = False  # whether notes are what other sizes lead to
         self._ignored: dict[int, Any] = {}  # by id
         self._forwards: dict[int, SharedValue] = {}  # by the id of their code
         self.set_in_new: set[str] = set()
@@ -74,10 +77,32 @@ class KnownValues:
 
     def at(self, owner: Any, key: Any) -> SharedValue:
         """Return the value at a place, which is known from here on."""
-        where = space_of(owner), key
-        if where not in self._values:
-            self._values[where] = SharedValue(owner, key)
-        return self._values[where]
+        where, values = (space_of(owner), key), self._values
+        if self.is_of_other_sizes:
+            values = self._of_other_sizes
+        if where not in values:
+            values[where] = SharedValue(owner, key)
+        return values[where]
+
+    @contextmanager
+    def for_other_sizes(self) -> Iterator[None]:
+        """Note, while entered, what only a micro-batch of another size leads to."""
+        before, self.is_of_other_sizes = self.is_of_other_sizes, True
+        try:
+            yield
+        finally:
+            self.is_of_other_sizes = before
+
+    def turns(self, owner: Any, key: Any) -> bool:
+        """Return whether the value at a place may be set to another one for another size."""
+        known = self._of_other_sizes.get((space_of(owner), key))
+        return known is not None and bool(known.set_on)
+
+    def may_set(self, owner: Any, key: Any) -> bool:
+        """Return whether the forward sets the value at a place, for any size."""
+        known = self.found_at(owner, key)
+        is_set = known is not None and bool(known.set_on or known.counted_on)
+        return is_set or self.turns(owner, key)
 
     def found_at(self, owner: Any, key: Any) -> SharedValue | None:
         """Return the value at a place, if it is known."""
@@ -87,7 +112,8 @@ class KnownValues:
         """Return the values of a name, whatever objects hold them, that the forward sets."""
         if name is None:
             return []
-        self._is_unsure = self._is_unsure or name in self.set_in_new
+        is_new = name in self.set_in_new and not self.is_of_other_sizes
+        self._is_unsure = self._is_unsure or is_new
         return [v for v in self._values.values() if v.set_on and v.key == name]
 
     def any_open(self, questions: Iterable[ast.expr], frame: Frame) -> bool:
@@ -203,6 +229,43 @@ class KnownValues:
             change = self._read_elsewhere(known, reads, result) or self._lost(known, result)
             if change is not None:
                 yield change
+
+    def note_by_size(
+        self, reads: NamesRead, result: Recording, held: Mapping[int, TensorInfo]
+    ) -> None:
+        """Write down whether one hop sets a value and another one reads it if micro-batches of
+        other sizes come. Tensors are left out: they are checked when they are read.
+
+        Args:
+            reads: what the user's code reads.
+            result: with its hops and calls.
+            held: the parameters and buffers by id, with the hops that read them.
+        """
+        if len(result.hops) < 2 or not self._of_other_sizes:
+            return
+        both = KnownValues(self._paths, fake=self._fake)
+        both._values = {**self._values, **self._of_other_sizes}
+        for where in self._values.keys() & self._of_other_sizes.keys():
+            both._values[where] = self._values[where].joined(self._of_other_sizes[where])
+        both._called_on(result.calls)
+        both._needed_on(held)
+        for where in self._of_other_sizes:
+            known = both._values[where]
+            for one in (known, *both._of_all(known)):
+                held_there = one.owner if one.key is ALL else member_of(one.owner, one.key)
+                if id(one.owner) in self._ignored or has_tensors(held_there):
+                    continue
+                change = both._read_elsewhere(one, reads, result) or both._lost(one, result)
+                if change is not None:
+                    if self.turns(one.owner, one.key) and both._is_same(one):
+                        result.settles = True
+                    else:
+                        result.turns_by_size = result.turns_by_size or change.where
+
+    def _is_same(self, known: SharedValue) -> bool:
+        """Whether the one line that sets a value sets the same for each micro-batch of a size."""
+        is_apart = known.key is not ALL and not self._of_all(known)
+        return is_apart and known.is_constant and len(known.lines) == 1
 
     def _read_elsewhere(
         self, known: SharedValue, reads: NamesRead, result: Recording

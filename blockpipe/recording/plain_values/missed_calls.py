@@ -17,21 +17,24 @@ class MissedCalls:
     """Find the code behind accesses that did not run; for each hop once."""
 
     def __init__(self) -> None:
-        self._seen: set[tuple[int, int, int]] = set()
+        self._seen: set[tuple[int, int, int, bool]] = set()
         self._kept: list[Any] = []  # so that no other object gets the id of one
 
-    def behind(self, accesses: Iterable[Access], frame: Frame, hop: int) -> Iterator[StillFrame]:
+    def behind(
+        self, accesses: Iterable[Access], frame: Frame, hop: int, *, by_size: bool = False
+    ) -> Iterator[StillFrame]:
         """Yield the user's functions that accesses of a branch would run.
 
         Args:
             accesses: of one instruction in the branch.
             frame: the frame that it is in, at its end.
             hop: the hop that the branch is on.
+            by_size: whether only a micro-batch of another size takes the branch.
         """
         for access in accesses:
             with contextlib.suppress(Exception):  # of an object that cannot be looked at
                 function, given = _called(access, frame)
-                key = id(getattr(function, "__func__", function)), id(given), hop
+                key = id(getattr(function, "__func__", function)), id(given), hop, by_size
                 if callable(function) and key not in self._seen:
                     self._seen.add(key)
                     self._kept += [function, given]

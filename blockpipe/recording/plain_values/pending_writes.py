@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from ..calls import Call
-from .evaluation.members import BY_ARGUMENT, UNKNOWN, member_of
+from .evaluation.members import ALL, BY_ARGUMENT, UNKNOWN, member_of
+from .evaluation.sizes import BySize
 from .known_values import KnownValues
 from .places import is_by_microbatch, makers_of, space_of
 from .values import ApartRun, frozen
@@ -28,6 +29,7 @@ class PendingWrite:
     adds: bool  # as ``self.n += 1`` does, which writes to a tensor in place
     calls: list[Call | None]
     is_fixed: bool  # whether it sets the same, whatever the data
+    by_size: BySize | None  # ``None``: it is the same for all sizes
 
 
 class PendingWrites:
@@ -76,6 +78,9 @@ class PendingWrites:
         # On fake tensors the same is the same for all data.
         known.is_fixed = known.is_fixed and pending.is_fixed
         settles = self._fake or pending.is_fixed or (pending.adds and isinstance(value, Tensor))
+        known.lines.add(pending.line)
+        if pending.by_size is not None:
+            self._is_set_by_size(pending, pending.by_size)
         if not settles or now is UNKNOWN or pending.before != now:
             known.is_set(pending.hop, pending.line, pending.calls)
             known.made_on |= made_on or set()
@@ -84,3 +89,10 @@ class PendingWrites:
                 self._known.at(pending.owner, BY_ARGUMENT).is_set(pending.hop, pending.line)
             if pending.again:
                 known.set_again_on.add(pending.hop)
+
+    def _is_set_by_size(self, pending: PendingWrite, by_size: BySize) -> None:
+        """Note that for other sizes an instruction sets another value, or another entry."""
+        with self._known.for_other_sizes():
+            known = self._known.at(pending.owner, ALL if by_size.key else pending.key)
+            known.is_set(pending.hop, pending.line, pending.calls)
+            known.is_constant = known.is_constant and by_size.alone

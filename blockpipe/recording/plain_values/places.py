@@ -34,6 +34,7 @@ from .evaluation.getters import asked_of, hands_on, is_getter
 from .evaluation.members import ALL, BY_ARGUMENT, NEEDS_GRADIENT, UNKNOWN, Names
 from .syntax.accesses import Access
 from .syntax.effects import DOES_BOTH, SETS_TORCHS, WRITES
+from .syntax.protocols import is_read_by_syntax
 from .syntax.uses import Use
 
 CONTENTS = (
@@ -227,6 +228,24 @@ def is_content(value: Any) -> bool:
     return isinstance(value, io.IOBase) and value.readable()
 
 
+def is_used_whole(value: Any, access: Access, *, is_still: bool) -> bool:
+    """Return whether an object is read as a whole, by code that is not looked into. The user's own
+    methods are.
+
+    Args:
+        value: the object.
+        access: the access that reads it.
+        is_still: whether the code does not run, so that nobody compares attributes.
+    """
+    if is_still and is_of_library(value):
+        return True
+    is_used = access.use is Use.READ and not access.calls
+    if is_still and is_used and is_read_by_syntax(value):
+        return True
+    is_object = is_users(type(value).__module__) and not isinstance(value, nn.Module | type)
+    return is_object and access.use is Use.READ and access.given_to is not None
+
+
 def is_of_library(value: Any) -> bool:
     """Return whether a value is an object whose methods are a library's, or Python's."""
     kind = type(value)
@@ -244,6 +263,26 @@ def inside(value: Any) -> Iterator[Any]:
         level = [member for member in level if id(member) not in seen][:_MOST_INSIDE]
         seen.update(map(id, level))
         yield from (member for member in level if isinstance(member, CONTENTS))
+
+
+def handed_inside(access: Access, value: Any, owner: Any, frame: Frame) -> Iterator[Any]:
+    """Yield the containers in what an access hands to code that nobody looks into: an object of a
+    library to the library's, or a container to any.
+
+    Args:
+        access: the access.
+        value: its value.
+        owner: the object that holds it.
+        frame: the frame that it is in.
+    """
+    is_entry = isinstance(access.node, ast.Subscript)
+    held, given_to = (owner if is_entry else value), access.given_to
+    if access.use in (Use.NONE, Use.WRITE) and not is_entry:
+        return
+    if given_to is not None and is_looked_into(frame.evaluated(given_to)):
+        return
+    if is_of_library(held) or (given_to is not None and isinstance(held, CONTENTS)):
+        yield from inside(held)
 
 
 def _members_of(value: Any) -> Iterable[Any]:

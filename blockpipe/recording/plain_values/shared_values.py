@@ -17,7 +17,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
@@ -34,23 +34,23 @@ from .collecting_garbage import CollectingGarbage
 from .drawn_numbers import DrawnNumbers
 from .evaluation.expressions import Frame
 from .evaluation.members import ALL, UNKNOWN, WHOLE, Names, member_of, owners_of
+from .evaluation.sizes import Sizes
 from .known_values import OF_CHECKPOINT, KnownValues
 from .lost_updates import may_lose
 from .missed_calls import MissedCalls
 from .not_put_back import Effect, asks_cache, check_class, effect_of, found_among
 from .pending_writes import PendingWrite, PendingWrites
 from .places import (
-    CONTENTS,
     asked_by_call,
     entry_asked,
     entry_of,
-    inside,
+    handed_inside,
     is_array,
     is_by_microbatch,
     is_content,
     is_looked_into,
-    is_of_library,
     is_of_module,
+    is_used_whole,
     names_of,
     owners_by_space,
     set_by_method,
@@ -59,9 +59,8 @@ from .places import (
     use_by,
 )
 from .still_code import StillFrame, frames_of, functions_by_code, read_of_unknown
-from .syntax.accesses import Access, accesses_of, may_set, tests_of
+from .syntax.accesses import Access, accesses_of, may_set, tests_of, turns_of
 from .syntax.effects import arguments_of, changes_given
-from .syntax.protocols import is_read_by_syntax
 from .syntax.uses import Use
 from .taken_in import TakenIn
 from .tensor_uses import TensorUses
@@ -112,6 +111,7 @@ class SharedValues:
         self.traces = traces or self.draws.has_own(users) or any(may_set(f.__code__) for f in users)
         self._replaces_all = any(not {*names_in(f.__code__)}.isdisjoint(WHOLE) for f in users)
         self.known = KnownValues(names, fake=fake)
+        self._sizes = Sizes(self._is_lasting, self.known, fake=fake)
         self._codes: dict[int, tuple[types.CodeType, Any]] = {}  # kept alive
         self._cached: list[Any] = []  # kept alive
         self._returned: dict[int, tuple[types.CodeType, Any]] = {}  # by the id of a frame
@@ -222,19 +222,26 @@ class SharedValues:
                 self._pending.end(id(running), to_anything=True)
 
     def _note_missed(self, running: types.FrameType, hops: dict[int, int]) -> None:
-        """Note the accesses in branches that a function did not take, and in what they call: it may
-        take them in a later step if its condition depends on data, or on the forward's changes."""
+        """Note the accesses in branches that a function did not take, and in what they call: a
+        later step may take them by its data, its sizes, or what the forward has changed."""
         accesses = self._codes[id(running.f_code)][1]
         missed, frame = accesses.keys() - hops.keys(), Frame(running, self._functions, None)
-        if missed and self.known.any_open(tests_of(running.f_code), frame):
+        is_open = bool(missed) and self.known.any_open(tests_of(running.f_code), frame)
+        by_size = bool(missed) and not is_open
+        if not is_open and not (by_size and self._sizes.asked(turns_of(running.f_code), frame)):
+            return
+        with self.known.for_other_sizes() if by_size else nullcontext():
             for offset in missed:
                 hop = hops[max(known for known in hops if known < offset)]
                 self._note_all(accesses[offset], running, hop, over=True)
-                for still in self._missed_calls.behind(accesses[offset], frame, hop):
+                behind = self._missed_calls.behind(accesses[offset], frame, hop, by_size=by_size)
+                for still in behind:
                     self._note_still(still, hop)
 
     def _note(self, access: Access, frame: Frame, hop: int, *, runs: bool) -> None:
-        self.draws.told(access, frame, hop)
+        if not self.known.is_of_other_sizes:  # no recording goes there
+            self.draws.told(access, frame, hop)
+            self._stays = self._stays or asks_cache(access, frame)
         if (self.draws.lasting or self._all_lasts) and access.use is not Use.NONE:
             self._draws(frame.evaluated(access.node), frame, hop)
         if (places := set_by_method(access.node, frame)) is not None:
@@ -243,7 +250,6 @@ class SharedValues:
             self._will_set(lasting, access, frame, hop, is_fixed=is_fixed)
             return
         owner, key, value = frame.owner_of(access)
-        self._stays = self._stays or asks_cache(access, frame)
         if runs:
             self._finds(access, frame, owner, value)
         if self._replaces_all and owner is None and isinstance(access.node, ast.Attribute):
@@ -267,6 +273,7 @@ class SharedValues:
                 loses = may_lose(access, frame)
                 for holder in owners_of(owner, key):
                     self._reads(holder, key, frame, hop, counts=access.counts, loses=loses)
+                self._may_read_others(owner, key, access, frame, hop)
             if access.writes:
                 self._will_set([(owner, key, value)], access, frame, hop)
         elif access.writes and isinstance(key, str):
@@ -316,18 +323,10 @@ class SharedValues:
             self._reads(owner, node.attr, frame, hop, counts=False)
 
     def _note_inside(self, access: Access, value: Any, owner: Any, frame: Frame, hop: int) -> None:
-        """Note that a library's code reads what an object of the library holds, or what a container
-        holds that is handed to it. Nobody looks into that code."""
-        is_entry = isinstance(access.node, ast.Subscript)
-        held, given_to = (owner if is_entry else value), access.given_to
-        if access.use in (Use.NONE, Use.WRITE) and not is_entry:
-            return
-        if given_to is not None and is_looked_into(frame.evaluated(given_to)):
-            return
-        if is_of_library(held) or (given_to is not None and isinstance(held, CONTENTS)):
-            for inner in inside(held):
-                if id(inner) in self._lasting and not is_by_microbatch(inner):
-                    self._reads(inner, ALL, frame, hop, counts=access.counts)
+        """Note that code reads that nobody looks into."""
+        for inner in handed_inside(access, value, owner, frame):
+            if id(inner) in self._lasting and not is_by_microbatch(inner):
+                self._reads(inner, ALL, frame, hop, counts=access.counts)
 
     def _uses(self, access: Access, value: Any, frame: Frame, hop: int) -> None:
         """Note that a mutable value is read as a whole, or changed."""
@@ -341,6 +340,7 @@ class SharedValues:
             loses = may_lose(access, frame)
             key = entry_asked(access, frame)
             self._reads(value, key, frame, hop, counts=access.counts, loses=loses)
+            self._may_read_others(value, key, access, frame, hop)
             if is_given and is_array(value) and shares_memory(function):
                 known = self.known.at(value, ALL)  # what autograd saves may change, too
                 known.is_read(back(hop), frame.line)
@@ -377,18 +377,9 @@ class SharedValues:
         if id(value) in self._objects:
             return True
         is_known = id(value) in self._lasting
-        if is_known and self._still is not None and is_of_library(value):
-            return True  # in a forward, its attributes are compared
         if (is_known or self._taken_in.may_take(value)) and is_content(value):
             return True
-        if not is_known:
-            return False
-        # An object of the user's is read as a whole by code that is not looked into. Methods are.
-        is_used = access.use is Use.READ and not access.calls
-        if self._still is not None and is_used and is_read_by_syntax(value):
-            return True
-        is_object = is_users(type(value).__module__) and not isinstance(value, nn.Module | type)
-        return is_object and access.use is Use.READ and access.given_to is not None
+        return is_known and is_used_whole(value, access, is_still=self._still is not None)
 
     def _reads(
         self, owner: Any, key: Any, frame: Frame, hop: int, *, counts: bool, loses: bool = False
@@ -408,6 +399,14 @@ class SharedValues:
             known.is_read(back(hop), frame.line)
             known.remedy = OF_CHECKPOINT
 
+    def _may_read_others(
+        self, owner: Any, key: Any, access: Access, frame: Frame, hop: int
+    ) -> None:
+        """Note whether for another size another entry of a dictionary is read."""
+        if key is not ALL and self._sizes.choose_entry(access, frame):
+            with self.known.for_other_sizes():
+                self._reads(owner, ALL, frame, hop, counts=access.counts)
+
     def _apart(self, frame: Frame) -> ApartRun | None:
         """Return the run apart from the forward that a frame is in."""
         return self._still or self._checkpoints.of(frame.frame)
@@ -425,10 +424,11 @@ class SharedValues:
         apart = self._apart(frame)
         again = apart is not None and self._still is None
         where = hop, frame.line, apart, again, access.counts, self._calls(), is_fixed
-        self._pending.begin(
-            id(frame.frame),
-            [PendingWrite(owner, key, frozen(value), *where) for owner, key, value in places],
-        )
+        writes = [
+            PendingWrite(o, key, frozen(value), *where, self._sizes.write(access, frame, o, key))
+            for o, key, value in places
+        ]
+        self._pending.begin(id(frame.frame), writes)
 
     def _calls(self) -> list[Call | None]:
         return [] if self._still is not None else [self._call()]

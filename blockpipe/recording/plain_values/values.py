@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..calls import Call
@@ -39,6 +39,7 @@ class SharedValue:
     made_on: set[int] = field(default_factory=set)  # the stages that make the tensors in it
     is_bare: bool = False  # whether it is set to a value without tensors
     is_fixed: bool = True  # whether its setters say what they set it to: ``module.eval()``
+    lines: set[str] = field(default_factory=set)  # that set it, to the same value too
     set_in: list[tuple[Call | None, str]] = field(default_factory=list)  # calls, with the lines
     read_in: dict[int, tuple[Call | None, str]] = field(default_factory=dict)  # by the call's id
 
@@ -46,6 +47,7 @@ class SharedValue:
         """Note that code on a hop sets it, in one of the forward's calls."""
         self.set_in += [(call, line) for call in calls]
         self.first_write = self.first_write or line
+        self.lines.add(line)
         self.set_on.add(hop)
 
     def is_found(self, hop: int, line: str) -> None:
@@ -62,6 +64,22 @@ class SharedValue:
             self.read_in.setdefault(id(call), (call, line))
         self.first_read = self.first_read or line
         self.read_on.add(hop)
+
+    def joined(self, other: SharedValue) -> SharedValue:
+        """Return what is known of a value with what another one tells of the same place."""
+        return replace(
+            self,
+            first_write=self.first_write or other.first_write,
+            first_read=self.first_read or other.first_read,
+            first_loss=self.first_loss or other.first_loss,
+            set_on=self.set_on | other.set_on,
+            read_on=self.read_on | other.read_on,
+            counted_on=self.counted_on | other.counted_on,
+            lost_on=self.lost_on | other.lost_on,
+            is_constant=self.is_constant and other.is_constant,
+            is_read_outside=self.is_read_outside or other.is_read_outside,
+            lines=self.lines | other.lines,
+        )
 
     def comes_late(self, others: Iterable[SharedValue]) -> bool:
         """Return whether a later hop sets what an earlier one of the next forward reads, which may

@@ -77,7 +77,7 @@ def looked_at_twice(run: Callable[[bool], Recording]) -> Recording:
     # In a real run a number may depend on the data, and be equal only for the same sample.
     lasts = (c for c in first.shared_changes if c.settles and (first.fake or c.is_traced))
     made_once = [c for c in lasts if c.what not in recompute]
-    first.settles = bool(made_once)
+    first.settles = first.settles or bool(made_once)
     before = [c for c in first.shared_changes if c not in made_once]
     again = {value.name for value in second.carried}
     first.carried = [value for value in first.carried if value.name in again]
@@ -324,7 +324,7 @@ def _note_state(
     model: nn.Module, recorder: Recorder, values: SharedValues, holders: list[Holder]
 ) -> None:
     """Write down the state that the forward has changed, and the values that it does not read."""
-    result = recorder.result
+    result, known = recorder.result, values.known
     recorder.outside.look(recorder.hop)
     reads = NamesRead((holder.owner for holder in holders), model.modules())
     for change in recorder.outside.changed():
@@ -334,10 +334,10 @@ def _note_state(
         *recorder.changes.found(result, recorder.held, reads),
         *recorder.outside.found(result, reads),
         *recorder.outside_tensors.shared(),
-        *values.known.found(reads, result, recorder.held),
+        *known.found(reads, result, recorder.held),
     ]
-    recorder.sets = list(values.known.sets_by_call())
-    recorder.carries = list(values.known.reads_by_call())
+    known.note_by_size(reads, result, recorder.held)
+    recorder.sets, recorder.carries = [*known.sets_by_call()], [*known.reads_by_call()]
     result.carried = list(values.known.carried(reads))
     result.outside = recorder.outside_tensors.found()
     result.sets = {**recorder.outside.sets, **values.sets}

@@ -16,7 +16,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from .bindings import assigned, bound, captured
+from .bindings import assigned, bound, captured, set_to, stored
+from .branches import tests_in, turns_in
 from .contents import alternatives
 from .effects import CHANGES_GIVEN, DOES_BOTH, SETS_TORCHS, WRITES
 from .uses import Use, goes_back, is_function, is_said_in, key_taken, use_of
@@ -54,6 +55,7 @@ class Access:
         is_dropped: whether the result of the function that takes it is dropped.
         calls: whether it is read for a method of it, which is called.
         is_call: whether it is a call of any function, whose value only the function tells.
+        assigned: what a write sets the value to, or comes out of.
     """
 
     node: ast.expr
@@ -68,6 +70,7 @@ class Access:
     is_dropped: bool = False
     calls: bool = False
     is_call: bool = False
+    assigned: ast.expr | None = None
 
     @property
     def counts(self) -> bool:
@@ -144,6 +147,14 @@ def tests_of(code: types.CodeType) -> list[ast.expr]:
     return [test for test in nodes.tests if test.lineno in lines]
 
 
+def turns_of(code: types.CodeType) -> list[ast.expr | ast.stmt]:
+    """Return all that decides which of its instructions a function's code runs: conditions, what
+    loops run over, and statements that may raise what it catches."""
+    nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
+    lines = {line for _, _, line in code.co_lines() if line is not None}
+    return [*tests_of(code), *(turn for turn in nodes.turns if turn.lineno in lines)]
+
+
 def assignments_of(code: types.CodeType) -> Iterator[tuple[str, ast.expr]]:
     """Yield the local variables that a function's code sets, each with what it is set to."""
     nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
@@ -160,6 +171,13 @@ def captures_of(code: types.CodeType) -> Iterator[tuple[str, ast.expr]]:
     nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
     lines = {line for _, _, line in code.co_lines() if line is not None}
     yield from ((name, value) for name, value in nodes.captures if value.lineno in lines)
+
+
+def sources_of(code: types.CodeType, name: str) -> list[ast.expr]:
+    """Return the expressions that the values of a function's local variable come out of."""
+    nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
+    lines = {line for _, _, line in code.co_lines() if line is not None}
+    return [value for known, value in nodes.sources if known == name and value.lineno in lines]
 
 
 def contexts_of(code: types.CodeType) -> list[ast.expr]:
@@ -220,10 +238,12 @@ class _Nodes:
         by_end: by its end, each expression and the nodes around it from the inside out.
         on_line: the names, by the line that they are on.
         tests: the conditions of branches and loops.
+        turns: what else decides which code runs: what loops run over, and what may raise.
         assignments: the names that are set to an expression, in their order.
         loops: the targets of loops, comprehensions too, with what they run over; also of what
             binds names as one turn of a loop does.
         captures: the names that anything binds, with the expression that the value comes out of.
+        sources: those names among them that it sets itself.
         contexts: what ``with`` statements enter.
         notes: the statements that only print or log, or only make a text or a number for an
             attribute: their first and last positions, and its name.
@@ -233,9 +253,11 @@ class _Nodes:
     by_end: dict[tuple[int | None, int | None], list[_Place]]
     on_line: dict[int | None, list[tuple[ast.Name, tuple[ast.AST, ...]]]]
     tests: list[ast.expr] = field(default_factory=list)
+    turns: list[ast.expr | ast.stmt] = field(default_factory=list)
     assignments: list[tuple[str, ast.expr]] = field(default_factory=list)
     loops: list[tuple[ast.expr, ast.expr]] = field(default_factory=list)
     captures: list[tuple[str, ast.expr]] = field(default_factory=list)
+    sources: list[tuple[str, ast.expr]] = field(default_factory=list)
     contexts: list[ast.expr] = field(default_factory=list)
     notes: list[tuple[tuple[int, int], tuple[int, int], str]] = field(default_factory=list)
     containers: dict[tuple[int | None, int | None], ast.expr] = field(default_factory=dict)
@@ -267,13 +289,14 @@ def _nodes_of(source: str) -> _Nodes:
             found.by_end[node.end_lineno, node.end_col_offset].append((node, outer))
             if isinstance(node, ast.Name):
                 found.on_line[node.lineno].append((node, outer))
-        elif isinstance(node, ast.If | ast.While | ast.IfExp):
-            found.tests.append(node.test)
         elif isinstance(node, ast.Compare) and isinstance(node.ops[-1], ast.In | ast.NotIn):
             found.containers[node.end_lineno, node.end_col_offset] = node.comparators[-1]
+        found.tests += tests_in(node)
+        found.turns += turns_in(node)
         found.assignments += assigned(node)
         found.loops += bound(node)
         found.captures += captured(node)
+        found.sources += stored(node)
         if isinstance(node, ast.withitem):
             found.contexts.append(node.context_expr)
         if isinstance(node, ast.Expr | ast.Assign) and (name := _noted_as(node)) is not None:
@@ -318,7 +341,8 @@ def _access(node: _Node, outer: tuple[ast.AST, ...], operation: str) -> Access |
     # One instruction reads the value, and a later one sets it; if it is a container, it is
     # changed in place (``self.seen += [x]``).
     loads = operation.startswith(("LOAD", "BINARY"))
-    return Access(node, loads, not loads, back, Use.WRITE if is_target else Use.NONE)
+    use = Use.WRITE if is_target else Use.NONE
+    return Access(node, loads, not loads, back, use, assigned=set_to(node, outer))
 
 
 def _call(node: ast.Call, outer: tuple[ast.AST, ...], *, is_said: bool) -> Access:
@@ -334,7 +358,7 @@ def _call(node: ast.Call, outer: tuple[ast.AST, ...], *, is_said: bool) -> Acces
     if name in ("getattr", "hasattr") and len(node.args) > 1:
         return Access(node, True, False, is_said=is_said)
     if name in _SETTERS and len(node.args) > 1:
-        return Access(node, False, True)
+        return Access(node, False, True, assigned=node.args[-1])
     if isinstance(node.func, ast.Attribute) and node.func.attr in SETS_TORCHS:
         return Access(node, False, True)
     if name == "next" and node.args:

@@ -29,7 +29,20 @@ def bound(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
 
 
 def captured(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """Yield all names that a node binds, each with the expression that the value comes out of."""
+    """Yield all names that a node binds, each with the expression that the value comes out of;
+    also those that it only sets something in (``a.b = c``)."""
+    for name, value, _ in _targets(node):
+        yield name, value
+
+
+def stored(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the names that a node binds itself, each with such an expression."""
+    for name, value, part in _targets(node):
+        if not isinstance(getattr(part, "ctx", None), ast.Load):
+            yield name, value
+
+
+def _targets(node: ast.AST) -> Iterator[tuple[str, ast.expr, ast.AST]]:
     pairs: list[tuple[ast.AST, ast.expr]] = [*_assignments(node), *bound(node)]
     if isinstance(node, ast.AugAssign):
         pairs.append((node.target, node.value))
@@ -40,7 +53,32 @@ def captured(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
             name = getattr(part, "id", None) or getattr(part, "name", None)
             name = name or getattr(part, "rest", None)
             if isinstance(name, str):
-                yield name, value
+                yield name, value, part
+
+
+def set_to(target: ast.expr, outer: tuple[ast.AST, ...]) -> ast.expr | None:
+    """Return the expression that an attribute or an entry is set to, or comes out of.
+
+    Args:
+        target: the attribute or the entry.
+        outer: the nodes around it, from the inside out, up to the statement.
+    """
+    for around in outer:
+        if isinstance(around, ast.withitem):
+            return around.context_expr
+        if isinstance(around, ast.For | ast.AsyncFor | ast.comprehension):
+            return around.iter
+        if isinstance(around, ast.Assign | ast.AugAssign | ast.AnnAssign):
+            value = around.value
+            targets = around.targets if isinstance(around, ast.Assign) else ()
+            pairs = (
+                pair
+                for one in targets
+                if isinstance(one, ast.Tuple) and isinstance(value, ast.Tuple)
+                for pair in zip(one.elts, value.elts, strict=False)
+            )
+            return next((own for one, own in pairs if one is target), value)
+    return None
 
 
 def _assignments(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
