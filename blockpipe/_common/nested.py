@@ -7,6 +7,7 @@ is handed a list may append to it. Here a container comes back *itself* if nothi
 
 import copy
 import dataclasses
+from collections import deque
 from collections.abc import (
     Callable,
     Container,
@@ -16,6 +17,7 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Size, Tensor
@@ -208,3 +210,30 @@ def _with_attributes(new: Any, changed: dict[str, Any]) -> Any:
     for name, item in changed.items():
         object.__setattr__(new, name, item)  # of frozen ones too
     return new
+
+
+def opened(value: Any) -> Any:
+    """Return a value with its containers copied at all depths, as the call may change them."""
+    new: Any
+    if type(value) is tuple:
+        return tuple([opened(item) for item in value])
+    if isinstance(value, list):
+        new = copy.copy(value)
+        new[:] = [opened(item) for item in value]
+        return new
+    if isinstance(value, MutableMapping):
+        new = copy.copy(value)
+        for key, item in value.items():
+            new[key] = opened(item)
+        return new
+    if isinstance(value, set | deque):
+        return copy.copy(value)
+    if isinstance(value, SimpleNamespace):
+        return SimpleNamespace(**{key: opened(item) for key, item in vars(value).items()})
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        new = copy.copy(value)
+        for field in dataclasses.fields(value):
+            if hasattr(value, field.name):
+                object.__setattr__(new, field.name, opened(getattr(value, field.name)))
+        return new
+    return value

@@ -12,14 +12,11 @@ waits for that gradient.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import threading
-from collections import deque
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -28,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from .._common.callsite import users_line
-from .._common.nested import map_leaves, map_tensors
+from .._common.nested import map_leaves, map_tensors, opened
 from .._common.text import dtype_text
 from .._common.threads.thread_state import (
     CallContext,
@@ -75,12 +72,14 @@ class RecomputeSpec:
         about: what the recording saw.
         buffers: those that it reads or writes: where each stands, and whether the forward writes
             it in place.
+        unseen: where those of its buffers stand that it did not use when it was recorded.
         waits: whether it makes the host wait for the device.
     """
 
     what: str
     about: Recomputable
     buffers: list[tuple[Buffers, str, bool]]
+    unseen: list[tuple[Buffers, str]]
     waits: bool = False
 
 
@@ -207,7 +206,7 @@ class RecomputedCall:
                 self._arguments[id(tensor)] = kept
             return kept
 
-        self._call = map_tensors(keep, _opened((call.args, call.kwargs)))
+        self._call = map_tensors(keep, opened((call.args, call.kwargs)))
         self._buffers = [
             _copy_of(names.get(key)) if written else names.get(key)
             for names, key, written in recompute_spec.buffers
@@ -220,13 +219,14 @@ class RecomputedCall:
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """Run the call, and drop what it saves."""
-        outer = checkpointing.set(True)
+        outer, before = checkpointing.set(True), self._unseen()
         try:
             with saved_tensors_hooks(self._pack, _unpack):
                 result = call_under(self._modes, self.function, args, kwargs)
         finally:
             checkpointing.reset(outer)
             self._forget()  # of a gradient that the call itself has asked for
+        self._check_unseen(before)
         if not self.recompute_spec.about.keeps_inputs:
             self._check_arguments("is written in place by")
         if not self.recompute_spec.about.draws:
@@ -241,6 +241,23 @@ class RecomputedCall:
             if self.comparisons is not None:
                 self._digests.append((tensor.shape, self.comparisons.digest(tensor)))
             return slot
+
+    def _unseen(self) -> list[int]:
+        """Return the versions of the buffers that the call did not use when it was recorded."""
+        slots = self.recompute_spec.unseen
+        return [-1 if (b := names.get(key)) is None else version_of(b) for names, key in slots]
+
+    def _check_unseen(self, before: list[int]) -> None:
+        for (_, key), one, other in zip(
+            self.recompute_spec.unseen, before, self._unseen(), strict=True
+        ):
+            if one != other:
+                raise StateError(
+                    f"{self.recompute_spec.what}, which is to be recomputed, writes to its buffer "
+                    f"{key!r}, which it did not use when it was recorded, and would do so twice "
+                    f"({users_line()}); set what it branches on between steps, or mark it with "
+                    "checkpoint=False"
+                )
 
     def _check_arguments(self, how: str) -> None:
         for kept in self._arguments.values():
@@ -292,7 +309,7 @@ class RecomputedCall:
         copies = self.recompute_spec.about.keeps_inputs
         if not copies:
             self._check_arguments("was written in place after the call of")
-        args, kwargs = map_leaves(self._argument(copies), _opened(self._call))
+        args, kwargs = map_leaves(self._argument(copies), opened(self._call))
         with ExitStack() as stack:
             if self._carried is not None:
                 what = self.recompute_spec.what
@@ -421,30 +438,3 @@ def _same(tensor: Tensor) -> Tensor:
 
 def _copy_of(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().clone()
-
-
-def _opened(value: Any) -> Any:
-    """Return a value with its containers copied at all depths, as the call may change them."""
-    new: Any
-    if type(value) is tuple:
-        return tuple([_opened(item) for item in value])
-    if isinstance(value, list):
-        new = copy.copy(value)
-        new[:] = [_opened(item) for item in value]
-        return new
-    if isinstance(value, MutableMapping):
-        new = copy.copy(value)
-        for key, item in value.items():
-            new[key] = _opened(item)
-        return new
-    if isinstance(value, set | deque):
-        return copy.copy(value)
-    if isinstance(value, SimpleNamespace):
-        return SimpleNamespace(**{key: _opened(item) for key, item in vars(value).items()})
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        new = copy.copy(value)
-        for field in dataclasses.fields(value):
-            if hasattr(value, field.name):
-                object.__setattr__(new, field.name, _opened(getattr(value, field.name)))
-        return new
-    return value

@@ -37,7 +37,7 @@ from .offloaded import offloaded_stages
 from .options import PipelineOptions, check_plan
 from .prepared import Prepared, lanes_of
 from .sealed_forwards import SealedForwards
-from .shared_state import CodeKinds, check_shared_memory, check_shared_state, runs_by
+from .shared_state import CodeKinds, check_shared_memory, check_shared_state, opened_since
 from .step_sizes import StepSizes, sizes_of
 from .watched_values import WatchedValues
 
@@ -358,7 +358,7 @@ class Preparer:
         check that only one hop uses that.
 
         Raises:
-            StateError: several hops share it, or other things cross than those that the step knew.
+            StateError: several hops share it, or what ran sealed reads other stages' tensors.
         """
         self._watched_values.step_is_over()
         if not written:
@@ -369,8 +369,8 @@ class Preparer:
         recording = self._record(batch, options, loss_fn)
         try:
             check_shared_state(recording, options.shares_by)
-            if runs_by(recording) != runs_by(prepared.recording):
-                raise StateError("other tensors cross between the stages by now")
+            if (call := opened_since(prepared.recording, recording)) is not None:
+                raise StateError(f"by now {call.path!r} has to be looked into: {call.opened}")
         except StateError as error:
             raise StateError(
                 f"{', '.join(written)} was written during the step, which it was not when the "

@@ -236,18 +236,24 @@ def recompute_spec(
     about = recording.recomputable.get(path)
     if about is None or not about.is_recomputed:
         return None
-    buffers = []
+    buffers, unseen = [], []
     for held in recording.buffers:
+        outer, _, key = held.name.rpartition(".")
+        slot = buffers_of(modules[outer]), key
         if held.name in about.buffers:
-            outer, _, key = held.name.rpartition(".")
-            buffers.append((buffers_of(modules[outer]), key, held.written))
+            buffers.append((*slot, held.written))
+        elif not held.hops and f"{held.name}.".startswith(f"{path}." if path else ""):
+            unseen.append(slot)
+    if not recording.fake:  # what a branch uses that other data take has to be there again, too
+        buffers += [(*slot, True) for slot in unseen]
+        unseen = []
     for module in modules[path].modules() if path in modules else ():
         # There is no tensor yet; the forward may make one.
         buffers += [
             (buffers_of(module), key, True) for key, b in buffers_of(module).items() if b is None
         ]
     waits = any(call.waits for call in recording.calls if call.path == path)
-    return RecomputeSpec(what, about, buffers, waits)
+    return RecomputeSpec(what, about, buffers, unseen, waits)
 
 
 def _constants(recording: Recording) -> dict[str, frozenset[int]]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .._torch.tensors import FakeTensor, extent_of, overlapping
 from ..batches.losses import kind_of
 from ..errors import StateError
+from ..recording.calls import Call
 from ..recording.entries import OutsideTensor, TensorInfo
 from ..recording.plain_values.still_code import uses_state
 from ..recording.recording import Recording
@@ -138,7 +139,15 @@ def shared_by_copies(recordings: Sequence[Recording]) -> str | None:
     return next((f"{outside.name} ({outside.where})" for outside in written), None)
 
 
-def runs_by(recording: Recording) -> tuple[Any, ...]:
-    """Return what a step goes by: the route, the sealed calls, and the tensors that cross."""
-    crossings = [(c.from_hop, c.to_hop, c.dtype, len(c.shape)) for c in recording.crossings]
-    return recording.route, recording.sealed, recording.sealed_functions, crossings
+def opened_since(before: Recording, now: Recording) -> Call | None:
+    """Return a call that a later recording of the model has found to read more of other stages than
+    its arguments, where a step by the earlier one has let it run sealed; ``None``: there is none.
+
+    What the two take in their forwards may differ, because data or random numbers choose it: a step
+    notices by itself what crosses in code that is not sealed, and another route.
+    """
+    for call in now.calls:
+        known = before.sealed_functions if call.is_function else before.sealed
+        if not call.sealed and call.path in known:
+            return call
+    return None

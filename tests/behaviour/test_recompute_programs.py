@@ -228,6 +228,7 @@ def test_a_failure_in_a_recomputation_locks_nobody_out(place, monkeypatch):
         "it",
         Recomputable(),
         [(net._buffers, "running_mean", True), (net._buffers, "running_var", True)],
+        [],
     )
     comparisons = digests.Comparisons()
     x = torch.randn(4, 8)

@@ -236,3 +236,50 @@ def test_a_dictionary_by_microbatch_is_not_shared(checkpoint: str) -> None:
     for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
         assert_close(ours.grad, theirs.grad)
     assert not kept
+
+
+# --- blocks that are dropped by chance
+
+
+class _Dropped(nn.Module):
+    """A residual block with a batch norm that is skipped now and then: stochastic depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.rand(()) < 0.4:
+            return x
+        return x + self.branch(x)
+
+
+class _Stochastic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Dropped() for _ in range(4))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            with bp.Block(stage=index // 2):
+                x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("seed", range(6))
+def test_blocks_that_chance_drops_may_write_buffers_when_they_run(seed: int, checkpoint: str):
+    """Whichever of them ran when the model was recorded."""
+    torch.manual_seed(100 + seed)
+    nets = [_Stochastic()]
+    nets.append(copy.deepcopy(nets[0]))
+    for net, schedule in zip(nets, ("1f1b", "sequential"), strict=True):
+        torch.manual_seed(seed)
+        pipe = _pipe(net, schedule=schedule, checkpoint=checkpoint)
+        for _ in range(4):
+            x = torch.randn(8, 8, generator=torch.Generator().manual_seed(seed))
+            pipe.forward_backward(x, loss_fn=torch.sum)
+    assert_same_gradients(*nets)
+    for one, other in zip(*(net.buffers() for net in nets), strict=True):
+        assert_close(one, other)
