@@ -5,7 +5,7 @@ called. Where activations are kept, autograd finds a parameter that was written 
 matter.
 """
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..._common.callsite import users_line
 from ..._torch.tensors import version_of
@@ -23,30 +23,41 @@ class RecomputedModel:
     """
 
     def __init__(self, model: nn.Module, prepared: Prepared, microbatches: int) -> None:
-        recording = prepared.recording
+        recording, self._model = prepared.recording, model
         hops = {
             hop
             for hop in range(len(prepared.route))
             for m in (0, microbatches - 1)
             if prepared.activation_bytes(hop, m, microbatches).calls
         }
-        tensors = dict((*model.named_parameters(), *model.named_buffers()))
+        tensors = self._now()
         read = (held for held in recording.parameters if hops & {*held.hops} and not held.written)
         names = {held.name for held in read} & tensors.keys()
-        self._tensors = {name: (tensors[name], version_of(tensors[name])) for name in names}
+        self._tensors = {name: (tensors[name], *_state_of(tensors[name])) for name in names}
         modules = dict(model.named_modules())
         paths = {call.path for call in recording.calls if call.hop in hops} & modules.keys()
         self._modes = {path: (modules[path], modules[path].training) for path in paths}
 
     def check(self) -> None:
         """Raise :class:`StateError` if it is another one."""
-        for name, (tensor, version) in self._tensors.items():
-            if version_of(tensor) != version:
+        now = self._now()
+        for name, (tensor, *state) in self._tensors.items():
+            if now.get(name) is not tensor:
+                raise _changed(f"{name!r} was replaced")
+            if [*_state_of(tensor)] != state:
                 raise _changed(f"{name!r} was written to")
         for path, (module, training) in self._modes.items():
             if module.training != training:
-                now = "train" if module.training else "eval"
-                raise _changed(f"{f'module {path!r}' if path else 'the model'} was set to {now}()")
+                mode = "train" if module.training else "eval"
+                raise _changed(f"{f'module {path!r}' if path else 'the model'} was set to {mode}()")
+
+    def _now(self) -> dict[str, Tensor]:
+        return dict((*self._model.named_parameters(), *self._model.named_buffers()))
+
+
+def _state_of(tensor: Tensor) -> tuple[int, int]:
+    """Return what tells whether it was written to, or given other values by ``.data``."""
+    return version_of(tensor), tensor.data_ptr()
 
 
 def _changed(what: str) -> StateError:

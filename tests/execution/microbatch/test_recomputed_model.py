@@ -40,7 +40,17 @@ def _loads(net: nn.Sequential) -> None:
     net.load_state_dict({name: 2 * value for name, value in net.state_dict().items()})
 
 
+def _swaps(net: nn.Sequential) -> None:
+    net[1].a.weight.data = 2.0 * net[1].a.weight.data
+
+
+def _replaces(net: nn.Sequential) -> None:
+    net[1].b.weight = nn.Parameter(2.0 * net[1].b.weight.detach())
+
+
 CHANGES = {
+    "data": (_swaps, "'1.a.weight' was written to between"),
+    "replaced": (_replaces, "'1.b.weight' was replaced between"),
     "weight": (_writes_a_weight, "'1.a.weight' was written to between"),
     "bias": (_writes_a_bias, "'0.a.bias' was written to between"),
     "state": (_loads, "was written to between"),
