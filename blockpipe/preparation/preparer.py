@@ -241,12 +241,13 @@ class Preparer:
         self, batch: Microbatch, options: PipelineOptions, loss_fn: LossFn = None
     ) -> Recording:
         self._watched_values.look_around()
-        with self._hooks.absent(), self._watched_values.asked():
+        with self._hooks.absent(), self._watched_values.asked() as on_index:
             planned = planned_by(self.model, self.given_plan)
             recording = record_planned(
                 RecordRequest(
                     *(self.model, batch.args, batch.kwargs, planned, self.placed(), options.cuts),
                     loss_fn=loss_fn,
+                    on_index=on_index,
                 ),
                 intended=self.given_devices or default_devices(),
                 share=batch.share,

@@ -45,10 +45,10 @@ by another way on which nothing can be remembered."""
 
 _MOST_GIVEN, _STEPS = 8, 64  # so many recordings in so many steps are too many: guesses
 _ONE_BY_ONE = (
-    "the forward uses a number that is another one in each step as a text, a key or a float, at "
-    "{}: the next number may lead it another way, so such steps run their micro-batches one by "
-    "one, in one thread; compare the number instead (step >= 1000), or set what the forward makes "
-    "of it in an attribute between steps ({})"
+    "the forward uses a number that is another one in each step as an index, a text, a key or a "
+    "float, at {}: the next number may lead it another way, so such steps run their micro-batches "
+    "one by one, in one thread; compare the number instead (step >= 1000), or set what the forward "
+    "makes of it in an attribute between steps ({})"
 )
 
 
@@ -219,6 +219,16 @@ class Questions:
             self._asked[where, steps] = None
         elif (name := _goes_to()) != "":
             self._given[where, steps] = name or "", users_line()
+
+    def used(self, value: Any, line: str) -> None:
+        """Note that a value is an index, if it is a number that remembers.
+
+        Args:
+            value: the index, or any other value.
+            line: the user's line.
+        """
+        if type(value) in (_WatchedInt, _WatchedFloat):
+            self._given[value._told[1], (*value._steps, GIVEN)] = "", line
 
     def end(self, unread: Collection[str]) -> None:
         """End a recording, and count the numbers that it was given.

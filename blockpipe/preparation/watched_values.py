@@ -247,8 +247,13 @@ class WatchedValues:
         return self._places[where].value()
 
     @contextmanager
-    def asked(self) -> Iterator[None]:
-        """Replace those numbers, during a recording, by ones that remember comparisons."""
+    def asked(self) -> Iterator[Callable[[Any, str], None] | None]:
+        """Replace those numbers, during a recording, by ones that remember comparisons.
+
+        Yields:
+            What has to be told of each index that the forward uses, with the line; ``None``: there
+            are no such numbers.
+        """
         before = []
         self._questions.begin()
         try:
@@ -258,7 +263,7 @@ class WatchedValues:
                 if given is not value:
                     before.append((place, value))
                     place.holder.put(place.key, given)
-            yield
+            yield self._questions.used if before else None
         finally:
             for place, value in before:
                 place.holder.put(place.key, value)

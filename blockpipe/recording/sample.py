@@ -46,6 +46,8 @@ class RecordRequest:
         modes: the objects that the user's modes around the forward reach.
         loss_fn: what a step calls with the output; ``None``: nothing, or it is not known.
         interrupts: holds interrupts back, which are let through between two operations.
+        on_index: is given each value that the forward uses as an index, with the line; ``None``:
+            nobody asks.
     """
 
     model: nn.Module
@@ -60,6 +62,7 @@ class RecordRequest:
     modes: Sequence[Holder] = ()
     loss_fn: Callable[..., Any] | None = None
     interrupts: HeldInterrupts = field(default_factory=HeldInterrupts)
+    on_index: Callable[[Any, str], None] | None = None
 
 
 _SHOWN = 8  # of a container's members, or a forward's parameters

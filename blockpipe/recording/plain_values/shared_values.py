@@ -35,6 +35,7 @@ from .drawn_numbers import DrawnNumbers
 from .evaluation.expressions import Frame
 from .evaluation.members import ALL, UNKNOWN, WHOLE, Names, member_of, owners_of
 from .evaluation.sizes import Sizes
+from .index_uses import IndexUses
 from .known_values import OF_CHECKPOINT, KnownValues
 from .lost_updates import may_lose
 from .missed_calls import MissedCalls
@@ -105,6 +106,7 @@ class SharedValues:
         self._lasting.add(id(variables))
         self._functions = functions_by_code(holder.owner for holder in holders)
         self.tensors, self.draws = TensorUses(), DrawnNumbers(holders)
+        self.indices = IndexUses(None)
         self.on_read: Callable[[Any, Any, types.FrameType, bool], None] = lambda *found: None
         users = [f for same in self._functions.values() for f in same if is_users(f.__module__)]
         # To trace takes about as long as the recording of a small model.
@@ -216,6 +218,7 @@ class SharedValues:
                     self._note_call(access, frame, hop)
                 else:
                     self._note(access, frame, hop, runs=not over)
+                self.indices.look_at(access, frame)
             except Exception:  # of an object that cannot be looked at
                 continue
             if over:

@@ -30,6 +30,7 @@ from ...stages.marks import mark_of
 from ..entries import Hop, Output, SharedChange
 from ..outside.compared_members import TORCHS
 from ..outside.outside_state import OutsideState
+from ..plain_values.index_uses import IndexUses
 from ..plain_values.shared_values import SharedValues
 from ..plain_values.still_code import Hook, hooks_in, may_set_by
 from ..plain_values.taken_in import made_since
@@ -111,7 +112,7 @@ def run_watched(
     result.planned_at = None if planned is None else planned.where
     recorder = _watching(request, result, holders)
     beside = [*(hook.function for hook in request.hooks), *filter(None, [request.loss_fn])]
-    traces = is_second or may_set_by(beside)
+    traces = is_second or may_set_by(beside) or request.on_index is not None
     values = _watching_values(request, recorder, holders, fake=fake, traces=traces)
     versions = {id(t): (t, version_of(t)) for t in (*model.parameters(), *model.buffers())}
     _watch_calls(model, recorder, {} if planned is None else planned.stages)
@@ -160,6 +161,7 @@ def _watching_values(
     values = SharedValues(around, holders, modules, *here, fake=fake, traces=traces)
     values.known.ignore(h.owner for h in request.modes if container_of(h.owner) is not None)
     values.on_read = ReadBeside(recorder.key, here[0], recorder.calls.with_arguments).found
+    values.indices = IndexUses(request.on_index)
     return values
 
 
