@@ -133,6 +133,7 @@ def test_an_index_that_is_another_one_in_each_step_has_steps_run_one_by_one() ->
     pipe = bp.Pipeline(net, devices=stages(2), chunks=3)
     x = torch.randn(6, 4)
     with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
         for net.n in range(20):
             loss = pipe.forward_backward(x, loss_fn=square).loss
     (one,) = (w for w in warned if "one by one" in str(w.message))
