@@ -38,7 +38,7 @@ from .options import PipelineOptions, check_plan
 from .prepared import Prepared, lanes_of
 from .sealed_forwards import SealedForwards
 from .shared_state import CodeKinds, check_shared_memory, check_shared_state, opened_since
-from .step_sizes import StepSizes, sizes_of
+from .step_sizes import StepSizes, asks_sizes, is_plain, sizes_of
 from .watched_values import WatchedValues
 
 MOST_RECORDINGS = 16  # kept of one pipeline: modes, grad modes, several kinds of calls; a guess
@@ -219,7 +219,7 @@ class Preparer:
             if self._has_warned_of_recordings:
                 continue
             self._has_warned_of_recordings = True
-            plain = [leaf for leaf in leaves((batch.args, batch.kwargs)) if _is_plain(leaf)]
+            plain = [leaf for leaf in leaves((batch.args, batch.kwargs)) if is_plain(leaf)]
             warn(
                 f"the model has been recorded for {MOST_RECORDINGS} different kinds of calls, and "
                 "once more now, which makes this step slow; each value of the arguments that are "
@@ -329,7 +329,7 @@ class Preparer:
         shape = tuple(
             (leaf.dtype, leaf.dim(), leaf.requires_grad)
             if isinstance(leaf, Tensor)
-            else (type(leaf), leaf if _is_plain(leaf) else None)
+            else (type(leaf), leaf if is_plain(leaf) else None)
             for leaf in leaves((batch.args, batch.kwargs))
         )
         names = tuple(batch.kwargs)
@@ -340,9 +340,12 @@ class Preparer:
         found = steered, modes, beside, torch.is_grad_enabled(), len(batch.args), names, shape
         holds = self._watched_values.holds
         fits = [known for known in reversed(self.known) if known[0] == found and holds(known[1])]
-        sizes, answers = sizes_of(batch), self._watched_values.answered
+        answers = self._watched_values.answered
         if not fits:
             return found, answers(), None
+        if not any(asks_sizes(self.known[key].recording) for key in fits):
+            return fits[0]
+        sizes = sizes_of(batch)
         best = next((k for k in fits if self.known[k].recording.sizes == sizes), fits[0])
         is_new = self._step_sizes.is_new(sizes, self.known[best].recording, self.known)
         return (found, answers(), sizes) if is_new and not self.known[best].has_one_lane else best
@@ -445,7 +448,3 @@ class Preparer:
         self.__dict__.update(state)
         self._hooks = AccelerateHooks(self.model)
         self._watched_values = WatchedValues(self.model)
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, bool | int | float | str | None)

@@ -5,22 +5,48 @@ Some forwards set plain values that follow from sizes, and read them on other st
 micro-batches have one size, such a value stays what it is. In a step with other sizes each one goes
 out and comes back before the next, as in the plain loop. To record for each size that comes, as for
 each mode, would be slow: batches and sequences have many lengths.
+
+Lists of lengths or texts, and all other arguments without tensors, count as sizes here: a forward
+sees them in a recording too, on fake tensors, and each micro-batch may have other ones.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .._common.nested import tensors
+from torch import Tensor
+
+from .._common.nested import members
 from ..batches.microbatch import Microbatch
 from ..recording.recording import Recording
 
 MOST_SIZES = 8  # that have a recording of their own: a guess
 
 
+def asks_sizes(recording: Recording) -> bool:
+    """Return whether a step by a recording depends on the sizes of its micro-batches."""
+    return recording.settles or bool(recording.turns_by_size)
+
+
 def sizes_of(batch: Microbatch) -> tuple[Any, ...]:
-    """Return the shapes of the tensors in a micro-batch's arguments."""
-    return tuple(tensor.shape for tensor in tensors((batch.args, batch.kwargs)))
+    """Return what a recording on fake tensors sees of a micro-batch's arguments: the shapes of
+    tensors, plain values, how they are nested, and of all other objects which ones they are."""
+    return _sizes_in(batch.args), _sizes_in(batch.kwargs)
+
+
+def _sizes_in(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return value.shape
+    found = members(value)
+    if found is not None:
+        return tuple((name, _sizes_in(item)) for name, item in found)
+    # Kept, an object would hold what it has of its step. Whether it is equal nobody can say.
+    return type(value), value if is_plain(value) else id(value)
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value of an argument is known by its content."""
+    return isinstance(value, bool | int | float | str | None)
 
 
 @dataclass
@@ -44,7 +70,7 @@ class StepSizes:
             recording: the recording that the step runs by.
             microbatches: its micro-batches.
         """
-        if not (recording.settles or recording.turns_by_size):
+        if not asks_sizes(recording):
             return None
         sizes = frozenset[Hashable](map(sizes_of, microbatches))
         latest = self.latest

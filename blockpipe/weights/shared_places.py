@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .._torch.modules import buffers_of
 
@@ -100,7 +101,7 @@ def _pattern_of(values: list[Any]) -> tuple[tuple[int, int], ...]:
 
 
 def _identity(value: Any) -> object:
-    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or is_lazy(value):
         return id(value)
     memory = value.untyped_storage().data_ptr()  # an array's tensor has a storage of its own
     return ("memory", memory) if memory else id(value)

@@ -125,6 +125,17 @@ def test_a_lazy_model_is_refused_and_stays_lazy() -> None:
             pipeline(net, devices=["cpu"])(x())
 
 
+def test_a_model_with_lazy_buffers_is_refused_and_stays_lazy() -> None:
+    """A buffer without a shape has no memory that places could share."""
+    net = nn.Sequential(nn.LazyBatchNorm1d(affine=False))
+    pipe = pipeline(net, devices=["cpu"])
+    with pytest.raises(RecordingError, match=r"lazy modules.*: 0\.running_mean, 0\.running_var \("):
+        pipe(x())
+    assert net[0].has_uninitialized_params()
+    net(x())
+    pipe(x())
+
+
 # --- losses
 
 

@@ -57,3 +57,20 @@ def test_a_size_is_new_after_a_step_of_its_own() -> None:
     assert not known.is_new(two, recording, [("found", "answers", two)] * MOST_SIZES)
     assert not known.is_new(two, _recording(settles=True), [])
     assert not known.is_new(recording.sizes, recording, [])
+
+
+def test_plain_arguments_are_sizes() -> None:
+    """Lists of one length may have other members, and members may be nested otherwise."""
+
+    class Info:
+        pass
+
+    info, x = Info(), torch.zeros(3)
+    all_of_them = [
+        *([1, 2], [2, 1], [1, [2]], [[1], 2], [[1, 2]], [1, 2, []], [1.0, 2], [True, 2], ["1", 2]),
+        *({"a": 1}, {"b": 1}, {"a": x}, {"b": x}, [x], x, info, Info()),
+    ]
+    found = [sizes_of(Microbatch((one,), {}, None, 1)) for one in all_of_them]
+    assert len(set(found)) == len(found)
+    assert sizes_of(Microbatch((info,), {}, None, 1)) in found
+    assert sizes_of(Microbatch(([1, 2],), {}, None, 1)) in found

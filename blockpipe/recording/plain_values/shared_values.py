@@ -113,7 +113,7 @@ class SharedValues:
         self.traces = traces or self.draws.has_own(users) or any(may_set(f.__code__) for f in users)
         self._replaces_all = any(not {*names_in(f.__code__)}.isdisjoint(WHOLE) for f in users)
         self.known = KnownValues(names, fake=fake)
-        self._sizes = Sizes(self._is_lasting, self.known, fake=fake)
+        self.sizes = Sizes(self._is_lasting, self.known, fake=fake)
         self._codes: dict[int, tuple[types.CodeType, Any]] = {}  # kept alive
         self._cached: list[Any] = []  # kept alive
         self._returned: dict[int, tuple[types.CodeType, Any]] = {}  # by the id of a frame
@@ -231,7 +231,7 @@ class SharedValues:
         missed, frame = accesses.keys() - hops.keys(), Frame(running, self._functions, None)
         is_open = bool(missed) and self.known.any_open(tests_of(running.f_code), frame)
         by_size = bool(missed) and not is_open
-        if not is_open and not (by_size and self._sizes.asked(turns_of(running.f_code), frame)):
+        if not is_open and not (by_size and self.sizes.asked(turns_of(running.f_code), frame)):
             return
         with self.known.for_other_sizes() if by_size else nullcontext():
             for offset in missed:
@@ -406,7 +406,7 @@ class SharedValues:
         self, owner: Any, key: Any, access: Access, frame: Frame, hop: int
     ) -> None:
         """Note whether for another size another entry of a dictionary is read."""
-        if key is not ALL and self._sizes.choose_entry(access, frame):
+        if key is not ALL and self.sizes.choose_entry(access, frame):
             with self.known.for_other_sizes():
                 self._reads(owner, ALL, frame, hop, counts=access.counts)
 
@@ -428,7 +428,7 @@ class SharedValues:
         again = apart is not None and self._still is None
         where = hop, frame.line, apart, again, access.counts, self._calls(), is_fixed
         writes = [
-            PendingWrite(o, key, frozen(value), *where, self._sizes.write(access, frame, o, key))
+            PendingWrite(o, key, frozen(value), *where, self.sizes.write(access, frame, o, key))
             for o, key, value in places
         ]
         self._pending.begin(id(frame.frame), writes)

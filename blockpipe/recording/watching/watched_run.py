@@ -33,7 +33,7 @@ from ..outside.outside_state import OutsideState
 from ..plain_values.index_uses import IndexUses
 from ..plain_values.shared_values import SharedValues
 from ..plain_values.still_code import Hook, hooks_in, may_set_by
-from ..plain_values.taken_in import made_since
+from ..plain_values.taken_in import made_in, made_since
 from ..plain_values.values import back
 from ..plan_resolution import Stages
 from ..reads import NamesRead
@@ -160,6 +160,8 @@ def _watching_values(
     here = recorder.hop_here, lambda: recorder.calls.innermost
     values = SharedValues(around, holders, modules, *here, fake=fake, traces=traces)
     values.known.ignore(h.owner for h in request.modes if container_of(h.owner) is not None)
+    of_batch = made_in([*request.args, *request.kwargs.values()])
+    values.sizes.given(type(request.model).forward, (holder.owner for holder in of_batch))
     values.on_read = ReadBeside(recorder.key, here[0], recorder.calls.with_arguments).found
     values.indices = IndexUses(request.on_index)
     return values
@@ -167,13 +169,12 @@ def _watching_values(
 
 def _watching(request: RecordRequest, result: Recording, holders: list[Holder]) -> Recorder:
     """Make the watchers of a forward, which know the model's parameters and do not run yet."""
-    model = request.model
+    model, modules = request.model, dict(request.model.named_modules())
     graphs = Graphs(differentiable=torch.is_grad_enabled(), cut=request.cut, split=True)
     step = StepContext([], {}, request.devices, graphs, KnownForward())
     cursor = WatchedCursor(follow_marks=request.planned is None)
     activations = Activations([*model.parameters(), *model.buffers()])
     recorder = Recorder(step, cursor, result, activations, request.unhookable)
-    modules = dict(model.named_modules())
     recorder.calls.compiled = {path for path, module in modules.items() if is_compiled(module)}
     recorder.check_interrupts = request.interrupts.check
     recorder.held, recorder.stand_ins = held_tensors(model, result), request.stand_ins
@@ -183,8 +184,7 @@ def _watching(request: RecordRequest, result: Recording, holders: list[Holder]) 
     told = recorder.hop_here, recorder.wrote_unseen
     recorder.late = LateBackwards(recorder.held, memory, reads, *told)
     activations.on_saved = reads.saved if graphs.differentiable else None
-    recorder.changes = SharedChanges(model)
-    recorder.outside = OutsideState(holders, modules)
+    recorder.changes, recorder.outside = SharedChanges(model), OutsideState(holders, modules)
     recorder.users = {p for p, module in modules.items() if is_users(type(module).__module__)}
     result.unhookable = sorted(request.unhookable)
     return recorder

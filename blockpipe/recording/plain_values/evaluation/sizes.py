@@ -1,7 +1,8 @@
 """Tell which expressions may have another value for a micro-batch of another size.
 
 A recording on fake tensors sees one size. What follows from the data it never sees, for that would
-have to be read; but ``x.size(0)`` is a number like any other one.
+have to be read; but ``x.size(0)`` is a number like any other one. So is ``max(lengths)`` of a list
+that it is given: plain values of arguments count as sizes here.
 """
 
 from __future__ import annotations
@@ -59,7 +60,29 @@ class Sizes:
     """
 
     def __init__(self, is_lasting: Callable[[Any], bool], known: Known, *, fake: bool) -> None:
-        self._is_lasting, self._known, self._fake = is_lasting, known, fake
+        self._lasts, self._known, self._fake = is_lasting, known, fake
+        self._given, self._forward = set[int](), None
+
+    def given(self, function: Any, objects: Iterable[Any]) -> None:
+        """Tell what each micro-batch has of its own.
+
+        Args:
+            function: the model's ``forward``, all of whose arguments are such.
+            objects: the containers and objects in its arguments; the caller keeps them alive.
+        """
+        self._forward, self._given = getattr(function, "__code__", None), {*map(id, objects)}
+
+    def _is_lasting(self, owner: Any) -> bool:
+        return id(owner) not in self._given and self._lasts(owner)
+
+    def _is_given(self, name: ast.Name, value: Any, frame: Frame) -> bool:
+        """Whether a variable has what micro-batches of one step, and so of one recording, may have
+        otherwise: no number or text, which all of them get, but a list of such, or an object."""
+        if value is None or isinstance(value, Tensor | nn.Module | bool | int | float | str):
+            return False
+        names = frame.code.co_varnames[: frame.code.co_argcount + frame.code.co_kwonlyargcount]
+        is_argument = frame.code is self._forward and name.id in names
+        return is_argument or id(value) in self._given
 
     def write(self, access: Access, frame: Frame, owner: Any, key: Any) -> BySize | None:
         """Return how a write may follow from sizes; ``None`` if it does not.
@@ -102,6 +125,10 @@ class Sizes:
         owner, key, value = frame.owner_of(Access(node, reads=True, writes=False))
         if owner is not None and self._is_lasting(owner):
             return self._known.turns(owner, key)
+        if id(owner) in self._given:
+            return True
+        if isinstance(node, ast.Name) and self._is_given(node, value, frame):
+            return True
         if not isinstance(value, _PLAIN) or self._is_lasting(value):
             return False
         if not surely or isinstance(node, ast.Attribute):
@@ -157,6 +184,8 @@ class Sizes:
                 if (owner is place[0] and key == place[1]) or self._known.may_set(owner, key):
                     return False
             elif isinstance(part, ast.Name) and isinstance(value, _PLAIN):
+                if self._is_given(part, value, frame):
+                    continue
                 sources = [*_sources(part.id, frame)]
                 if not sources or not all(
                     self._is_same(source, where, place, seen + 1) for source, where in sources
