@@ -37,9 +37,12 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal --hypothesis-seed=$(S
 ONE_IN ?= 1
 TURN ?= 0
 
+# Of a test with many parameter sets: so many, others at each commit; 0 runs all, as CI does.
+PARAMETERS ?= 8
+
 # All that is not slow; test-devices has the simulated accelerator.
 test: $(VENV)/.test
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) -m 'not slow' --parameters $(PARAMETERS) --delay-seed $(SEED)
 
 # More examples of each property.
 test-properties: $(VENV)/.test
