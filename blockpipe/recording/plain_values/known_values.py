@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...restoring.model_state import is_users
 from ..calls import Call
@@ -116,19 +116,24 @@ class KnownValues:
         self._is_unsure = self._is_unsure or is_new
         return [v for v in self._values.values() if v.set_on and v.key == name]
 
-    def any_open(self, questions: Iterable[ast.expr], frame: Frame) -> bool:
+    def any_open(self, questions: Iterable[ast.AST], frame: Frame, *, calls: bool = True) -> bool:
         """Return whether any expression may have another value for another micro-batch.
 
         Args:
             questions: the expressions.
             frame: the frame that they are in.
+            calls: whether in a real run each call that asks for more than shapes counts.
         """
-        return any(self._is_open(node, frame) for asked in questions for node in ast.walk(asked))
+        asked = [*questions]
+        if not self._fake and any(_is_tensor(name, frame) for name in _asked_for_values(asked)):
+            return True
+        nodes = (node for one in asked for node in ast.walk(one))
+        return any(self._is_open(node, frame, calls=calls) for node in nodes)
 
-    def _is_open(self, node: ast.AST, frame: Frame) -> bool:
+    def _is_open(self, node: ast.AST, frame: Frame, *, calls: bool) -> bool:
         if isinstance(node, ast.Call):
             name = getattr(node.func, "id", getattr(node.func, "attr", ""))
-            return name in ASKS_CHANCE or not (self._fake or name in ASKS_SHAPE)
+            return name in ASKS_CHANCE or (calls and not (self._fake or name in ASKS_SHAPE))
         if isinstance(node, ast.Name | ast.Attribute):
             owner, key, value = frame.owner_of(Access(node, reads=True, writes=False))
             known = self.found_at(owner, key)
@@ -390,3 +395,18 @@ class KnownValues:
 
     def _named(self, known: SharedValue) -> str:
         return named(known.owner, known.key, self._paths)
+
+
+def _asked_for_values(nodes: Iterable[ast.AST]) -> Iterator[ast.Name]:
+    """Yield the variables whose values conditions ask for, and not only what they are."""
+    for node in nodes:
+        if isinstance(node, ast.Name):
+            yield node
+        elif isinstance(node, ast.BoolOp | ast.UnaryOp | ast.BinOp) or (
+            isinstance(node, ast.Compare) and not isinstance(node.ops[0], ast.Is | ast.IsNot)
+        ):
+            yield from _asked_for_values(ast.iter_child_nodes(node))
+
+
+def _is_tensor(name: ast.Name, frame: Frame) -> bool:
+    return isinstance(frame.evaluated(name), Tensor)

@@ -17,9 +17,10 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Generator, nn
@@ -38,7 +39,7 @@ from .evaluation.sizes import Sizes
 from .index_uses import IndexUses
 from .known_values import OF_CHECKPOINT, KnownValues
 from .lost_updates import may_lose
-from .missed_calls import MissedCalls
+from .missed_branches import MissedBranches
 from .not_put_back import Effect, asks_cache, check_class, effect_of, found_among
 from .pending_writes import PendingWrite, PendingWrites
 from .places import (
@@ -60,7 +61,7 @@ from .places import (
     use_by,
 )
 from .still_code import StillFrame, frames_of, functions_by_code, read_of_unknown
-from .syntax.accesses import Access, accesses_of, may_set, tests_of, turns_of
+from .syntax.accesses import Access, accesses_of, may_set
 from .syntax.effects import arguments_of, changes_given
 from .syntax.uses import Use
 from .taken_in import TakenIn
@@ -122,7 +123,9 @@ class SharedValues:
         self._used_up = found_among(holders)  # refused if the forward uses them, by id
         self._stays: Effect | None = None  # the first that cannot be put back
         self._kinds = [(path, module, type(module)) for path, module in modules.items()]
-        self._pending, self._missed_calls = PendingWrites(self.known, fake=fake), MissedCalls()
+        self._pending = PendingWrites(self.known, fake=fake)
+        noting = partial(self._note_all, over=True), self._note_still
+        self._branches = MissedBranches(self.known, self.sizes, *noting, fake=fake)
         self._checkpoints = CheckpointedFrames()
         self._collecting = CollectingGarbage()
         self._still: ApartRun | None = None  # code that is looked at, and does not run
@@ -165,16 +168,19 @@ class SharedValues:
         self.known.runs(code, self._hop())
         return self._ran
 
-    def _ran(self, frame: types.FrameType, event: str, argument: object) -> Any:
+    def _ran(self, frame: types.FrameType, event: str, argument: Any) -> Any:
         self._pending.end(id(frame))
         if event == "opcode":
             accesses = self._codes[id(frame.f_code)][1].get(frame.f_lasti)
             if accesses:
                 self._hops[id(frame)][frame.f_lasti] = hop = self._hop()
                 self._note_all(accesses, frame, hop)
+        elif event == "exception":
+            self._branches.raises(frame, argument[0])
         elif event == "return":
             if not frame.f_code.co_flags & _STOPS:
-                self._note_missed(frame, self._hops.pop(id(frame)))
+                ran, accesses = self._hops.pop(id(frame)), self._codes[id(frame.f_code)][1]
+                self._branches.look(frame, accesses, ran, Frame(frame, self._functions, None))
             self._checkpoints.ends(frame)
             self._returned.pop(id(frame), None)
             self._returned[id(frame.f_back)] = frame.f_code, argument
@@ -223,23 +229,6 @@ class SharedValues:
                 continue
             if over:
                 self._pending.end(id(running), to_anything=True)
-
-    def _note_missed(self, running: types.FrameType, hops: dict[int, int]) -> None:
-        """Note the accesses in branches that a function did not take, and in what they call: a
-        later step may take them by its data, its sizes, or what the forward has changed."""
-        accesses = self._codes[id(running.f_code)][1]
-        missed, frame = accesses.keys() - hops.keys(), Frame(running, self._functions, None)
-        is_open = bool(missed) and self.known.any_open(tests_of(running.f_code), frame)
-        by_size = bool(missed) and not is_open
-        if not is_open and not (by_size and self.sizes.asked(turns_of(running.f_code), frame)):
-            return
-        with self.known.for_other_sizes() if by_size else nullcontext():
-            for offset in missed:
-                hop = hops[max(known for known in hops if known < offset)]
-                self._note_all(accesses[offset], running, hop, over=True)
-                behind = self._missed_calls.behind(accesses[offset], frame, hop, by_size=by_size)
-                for still in behind:
-                    self._note_still(still, hop)
 
     def _note(self, access: Access, frame: Frame, hop: int, *, runs: bool) -> None:
         if not self.known.is_of_other_sizes:  # no recording goes there

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from .bindings import assigned, bound, captured, set_to, stored
-from .branches import tests_in, turns_in
+from .branches import Turn, tests_in, turns_in
 from .contents import alternatives
 from .effects import CHANGES_GIVEN, DOES_BOTH, SETS_TORCHS, WRITES
 from .uses import Use, goes_back, is_function, is_said_in, key_taken, use_of
@@ -150,9 +150,14 @@ def tests_of(code: types.CodeType) -> list[ast.expr]:
 def turns_of(code: types.CodeType) -> list[ast.expr | ast.stmt]:
     """Return all that decides which of its instructions a function's code runs: conditions, what
     loops run over, and statements that may raise what it catches."""
+    return [*tests_of(code), *(node for turn in branches_of(code) for node in turn.by)]
+
+
+def branches_of(code: types.CodeType) -> list[Turn]:
+    """Return the loops of a function's code, and the errors that it catches."""
     nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
     lines = {line for _, _, line in code.co_lines() if line is not None}
-    return [*tests_of(code), *(turn for turn in nodes.turns if turn.lineno in lines)]
+    return [turn for turn in nodes.turns if turn.by[0].lineno in lines]
 
 
 def assignments_of(code: types.CodeType) -> Iterator[tuple[str, ast.expr]]:
@@ -238,7 +243,7 @@ class _Nodes:
         by_end: by its end, each expression and the nodes around it from the inside out.
         on_line: the names, by the line that they are on.
         tests: the conditions of branches and loops.
-        turns: what else decides which code runs: what loops run over, and what may raise.
+        turns: what else decides which code runs: loops, and errors that are caught.
         assignments: the names that are set to an expression, in their order.
         loops: the targets of loops, comprehensions too, with what they run over; also of what
             binds names as one turn of a loop does.
@@ -253,7 +258,7 @@ class _Nodes:
     by_end: dict[tuple[int | None, int | None], list[_Place]]
     on_line: dict[int | None, list[tuple[ast.Name, tuple[ast.AST, ...]]]]
     tests: list[ast.expr] = field(default_factory=list)
-    turns: list[ast.expr | ast.stmt] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
     assignments: list[tuple[str, ast.expr]] = field(default_factory=list)
     loops: list[tuple[ast.expr, ast.expr]] = field(default_factory=list)
     captures: list[tuple[str, ast.expr]] = field(default_factory=list)

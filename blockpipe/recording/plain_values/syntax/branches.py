@@ -1,7 +1,8 @@
 """What decides, in a node of the syntax tree, which code runs."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 
 def tests_in(node: ast.AST) -> Iterator[ast.expr]:
@@ -17,10 +18,52 @@ def tests_in(node: ast.AST) -> Iterator[ast.expr]:
         yield from (case.guard for case in node.cases if case.guard is not None)
 
 
-def turns_in(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
-    """Yield what else decides which code runs: what loops run over, and what may raise an error
-    that is caught."""
-    if isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
-        yield node.iter
+@dataclass(frozen=True)
+class Turn:
+    """What else decides which code runs: a loop, or an error that is caught.
+
+    Attributes:
+        by: what a loop runs over, or the statements that may raise the error.
+        body: the statements that may not run, or not to their end.
+        handlers: those that run after the error.
+        caught: the kinds of errors; empty for all of them, and for loops.
+    """
+
+    by: Sequence[ast.expr | ast.stmt]
+    body: Sequence[ast.stmt] = ()
+    handlers: Sequence[ast.ExceptHandler] = ()
+    caught: Sequence[ast.expr] = ()
+    is_loop: bool = False
+
+    def has(self, node: ast.expr) -> bool:
+        """Return whether an expression is in the body."""
+        return _is_in(self.body, node)
+
+    def handles(self, node: ast.expr) -> bool:
+        """Return whether an expression is in a handler."""
+        return _is_in(self.handlers, node)
+
+
+def turns_in(node: ast.AST) -> Iterator[Turn]:
+    """Yield the loop or the caught errors of a node."""
+    if isinstance(node, ast.comprehension):
+        yield Turn([node.iter], is_loop=True)
+    elif isinstance(node, ast.For | ast.AsyncFor):
+        yield Turn([node.iter], node.body, is_loop=True)
     elif isinstance(node, ast.Try | ast.TryStar) and node.handlers:
-        yield from node.body
+        kinds = [handler.type for handler in node.handlers if handler.type is not None]
+        caught = kinds if len(kinds) == len(node.handlers) else ()
+        yield Turn(node.body, [*node.body, *node.orelse], node.handlers, caught)
+    elif isinstance(node, ast.With):
+        calls = [item.context_expr for item in node.items]
+        for call in calls:
+            if isinstance(call, ast.Call) and "suppress" in ast.unparse(call.func).split("."):
+                yield Turn(node.body, node.body, (), call.args)
+
+
+def _is_in(statements: Sequence[ast.stmt | ast.ExceptHandler], node: ast.expr) -> bool:
+    at = node.lineno, node.col_offset
+    return any(
+        (one.lineno, one.col_offset) <= at < (one.end_lineno or 0, one.end_col_offset or 0)
+        for one in statements
+    )

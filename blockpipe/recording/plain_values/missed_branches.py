@@ -1,0 +1,237 @@
+"""Find the code that the recorded micro-batch did not run, and another one may.
+
+Conditions are the plain case. A ``for`` over what was found in the data, and an error that is
+caught, decide as well which code runs. Most loops and handlers follow from no data, so that of
+these only the code counts that they alone have kept from running.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dis
+import types
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .evaluation.expressions import Frame
+from .evaluation.members import UNKNOWN, attribute_in
+from .evaluation.sizes import Sizes
+from .known_values import KnownValues
+from .still_code import StillFrame, frames_of
+from .syntax.accesses import Access, branches_of, sources_of, tests_of, turns_of
+from .syntax.branches import Turn
+from .syntax.effects import ASKS_SHAPE
+
+# A recording finds the same ones of these, whatever the data.
+_OF_NO_DATA = (
+    *(ImportError, AttributeError, NameError, TypeError, NotImplementedError, OSError),
+    *(StopIteration, GeneratorExit, KeyboardInterrupt, SystemExit),
+)
+_OF_TENSORS = frozenset(["shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad_fn"])
+_MAY_FAIL = frozenset(  # by the values of a matrix, also where a recording has none
+    [
+        *("cholesky", "cholesky_inverse", "inv", "inverse", "solve", "lstsq", "svd", "svdvals"),
+        *("eig", "eigh", "eigvals", "eigvalsh", "tensorinv", "tensorsolve"),
+    ]
+)
+
+_Accesses = Mapping[int, list[Access]]
+
+
+class MissedBranches:
+    """Note what functions of one forward did not run, when they are over.
+
+    Args:
+        known: the values that the forward has read and set.
+        sizes: tells what follows from the sizes of a micro-batch.
+        note: notes the accesses of an instruction that did not run, in a frame on a hop.
+        note_still: notes those of a function that did not run, on a hop.
+        fake: whether the forward runs on fake tensors; then it reads no data.
+    """
+
+    def __init__(
+        self,
+        known: KnownValues,
+        sizes: Sizes,
+        note: Callable[[Iterable[Access], types.FrameType, int], None],
+        note_still: Callable[[StillFrame, int], None],
+        *,
+        fake: bool,
+    ) -> None:
+        self._known, self._sizes, self._fake = known, sizes, fake
+        self._note, self._note_still = note, note_still
+        self._calls = _MissedCalls()
+        self._raised: dict[int, type[BaseException]] = {}  # the latest, by the id of a frame
+
+    def raises(self, running: types.FrameType, kind: type[BaseException]) -> None:
+        """An error is raised in a frame, or comes out of what it has called."""
+        self._raised[id(running)] = kind
+
+    def look(
+        self, running: types.FrameType, accesses: _Accesses, hops: Mapping[int, int], frame: Frame
+    ) -> None:
+        """Note the accesses in branches that a function did not take, and in what they call: a
+        later step may take them by its data, its sizes, or what the forward has changed.
+
+        Args:
+            running: the frame of the function, at its end.
+            accesses: all accesses of its code.
+            hops: the hop of each instruction among these that has run.
+            frame: the same frame, to evaluate in.
+        """
+        raised = self._raised.pop(id(running), None)
+        missed = accesses.keys() - hops.keys()
+        if not missed:
+            return
+        opened = missed
+        if not self._known.any_open(tests_of(running.f_code), frame):
+            opened = missed & self._opened(running, accesses, hops, frame, raised)
+        self._note_each(opened, running, accesses, hops, frame)
+        others = missed - opened
+        if others and self._sizes.asked(turns_of(running.f_code), frame):
+            self._note_each(others, running, accesses, hops, frame, by_size=True)
+
+    def _note_each(
+        self,
+        missed: Iterable[int],
+        running: types.FrameType,
+        accesses: _Accesses,
+        hops: Mapping[int, int],
+        frame: Frame,
+        *,
+        by_size: bool = False,
+    ) -> None:
+        with self._known.for_other_sizes() if by_size else contextlib.nullcontext():
+            for offset in missed:
+                hop = hops[max(known for known in hops if known < offset)]
+                self._note(accesses[offset], running, hop)
+                for still in self._calls.behind(accesses[offset], frame, hop, by_size=by_size):
+                    self._note_still(still, hop)
+
+    def _opened(
+        self,
+        running: types.FrameType,
+        accesses: _Accesses,
+        ran: Container[int],
+        frame: Frame,
+        raised: type[BaseException] | None,
+    ) -> set[int]:
+        """Return the instructions that loops, or errors that are caught, may run by the data."""
+        is_left = raised is not None and self._is_left(running)
+        if is_left and not self._fake and self._may_raise([raised]):
+            return {*accesses}
+        opened = set[int]()
+        for turn in branches_of(running.f_code):
+            body = {at for at, found in accesses.items() if turn.has(found[0].node)}
+            caught = {at for at, found in accesses.items() if turn.handles(found[0].node)}
+            has_begun = any(at in ran for at in body)
+            if turn.is_loop:
+                opened |= set() if has_begun or not self._is_found(turn, frame) else body
+            elif self._fails(turn, frame):
+                has_failed = any(at in ran for at in caught) or not turn.handlers
+                opened |= body | caught if has_failed else caught
+        return opened
+
+    @staticmethod
+    def _is_left(running: types.FrameType) -> bool:
+        """Whether an error ends a function, and not its last statement."""
+        return not dis.opname[running.f_code.co_code[running.f_lasti]].startswith("RETURN")
+
+    def _is_found(self, turn: Turn, frame: Frame) -> bool:
+        """Whether it follows from the data how often a loop turns."""
+        over = turn.by
+        if self._known.any_open(over, frame, calls=False):
+            return True
+        sources = [
+            s for one in over if isinstance(one, ast.Name) for s in sources_of(frame.code, one.id)
+        ]
+        return not self._fake and any(_has_data(one, frame) for one in (*over, *sources))
+
+    def _fails(self, turn: Turn, frame: Frame) -> bool:
+        """Whether it follows from the data if statements raise an error that is caught."""
+        kinds = [frame.evaluated(kind) for kind in turn.caught]
+        if kinds and not self._may_raise(kinds):
+            return False
+        parts = [part for node in turn.by for part in ast.walk(node)]
+        of_matrices = torch.linalg.LinAlgError  # type: ignore[attr-defined]
+        if of_matrices in kinds or any(_name_of(part) in _MAY_FAIL for part in parts):
+            return True
+        return not self._fake and any(_has_data(node, frame) for node in turn.by)
+
+    @staticmethod
+    def _may_raise(kinds: Iterable[Any]) -> bool:
+        """Whether any error of some kinds may follow from the data."""
+        flat = (one for kind in kinds for one in (kind if isinstance(kind, tuple) else (kind,)))
+        return any(not (isinstance(k, type) and issubclass(k, _OF_NO_DATA)) for k in flat)
+
+
+class _MissedCalls:
+    """Find the code behind accesses that did not run; for each hop once."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[int, int, int, bool]] = set()
+        self._kept: list[Any] = []  # so that no other object gets the id of one
+
+    def behind(
+        self, accesses: Iterable[Access], frame: Frame, hop: int, *, by_size: bool = False
+    ) -> Iterator[StillFrame]:
+        """Yield the user's functions that accesses of a branch would run.
+
+        Args:
+            accesses: of one instruction in the branch.
+            frame: the frame that it is in, at its end.
+            hop: the hop that the branch is on.
+            by_size: whether only a micro-batch of another size takes the branch.
+        """
+        for access in accesses:
+            with contextlib.suppress(Exception):  # of an object that cannot be looked at
+                function, given = _called(access, frame)
+                key = id(getattr(function, "__func__", function)), id(given), hop, by_size
+                if callable(function) and key not in self._seen:
+                    self._seen.add(key)
+                    self._kept += [function, given]
+                    yield from frames_of(function, given)
+
+
+def _called(access: Access, frame: Frame) -> tuple[Any, Any]:
+    """Return what an access calls, and its first argument, as far as they are known."""
+    node = access.node
+    if isinstance(node, ast.Call):
+        function = frame.bound(node.func)
+        given = getattr(function, "__self__", None)
+        if given is None and node.args and not isinstance(node.args[0], ast.Starred):
+            given = frame.evaluated(node.args[0])
+            return function, None if given is UNKNOWN else given
+        return function, None
+    if isinstance(node, ast.Attribute):
+        owner = frame.evaluated(node.value)
+        found = attribute_in(owner, node.attr)
+        if isinstance(found, property):
+            return found.fset if access.writes else found.fget, owner
+    return None, None
+
+
+def _has_data(node: ast.AST, frame: Frame) -> bool:
+    """Return whether code asks for more of a tensor than what it is, or uses a number of which
+    nobody knows whether it follows from one."""
+    if isinstance(node, ast.Attribute) and node.attr in _OF_TENSORS:
+        return False
+    if isinstance(node, ast.Call) and _name_of(node) in ASKS_SHAPE:
+        return False
+    if isinstance(node, ast.Name | ast.Attribute):
+        value = frame.evaluated(node)
+        is_number = isinstance(node, ast.Name) and isinstance(value, int | float)
+        if is_number or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter)):
+            return True
+    return any(_has_data(child, frame) for child in ast.iter_child_nodes(node))
+
+
+def _name_of(node: ast.AST) -> str:
+    """Return the name of the function that a call calls."""
+    if not isinstance(node, ast.Call):
+        return ""
+    return str(getattr(node.func, "id", getattr(node.func, "attr", "")))
