@@ -20,6 +20,8 @@ from .devices import current_stream, is_asynchronous
 from .observer import Watch
 from .ownership import copying, disown_offsets
 
+_LINE = 64  # bytes of the processor's cache, at a multiple of which torch allocates
+
 
 class PendingCopy:
     """A tensor's values on their way to a device.
@@ -291,7 +293,21 @@ def _same_strides(tensor: Tensor) -> Tensor:
     if not is_plain or tensor.is_meta:
         return tensor.clone()
     compact, expand = _compacted(tensor)
-    new = torch.empty_strided(
-        compact.shape, compact.stride(), dtype=compact.dtype, device=compact.device
-    ).copy_(compact)
+    new = _empty_like(compact).copy_(compact)
     return new.expand(tensor.shape) if expand else new
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    """Return a tensor with the strides of another one, on the CPU also with its alignment.
+
+    A matrix product's kernel rounds otherwise where its operand, as a part of a batch may, begins
+    in the middle of a line of the processor's cache.
+    """
+    shape, strides, size = tensor.shape, tensor.stride(), tensor.element_size()
+    has_memory = tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
+    offset = tensor.data_ptr() % _LINE // size if has_memory else 0
+    if not offset:
+        return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
+    extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    memory = torch.UntypedStorage((offset + extent) * size)
+    return torch.empty(0, dtype=tensor.dtype).set_(memory, offset, shape, strides)

@@ -313,6 +313,26 @@ def test_values_and_strides_survive(kind, way):
     assert moved.untyped_storage().nbytes() <= source.untyped_storage().nbytes()
 
 
+@pytest.mark.parametrize("rows", [slice(3, 6), slice(1, 1), slice(None)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_a_copy_on_the_cpu_has_the_alignment_of_its_source(dtype, rows):
+    """A product is rounded otherwise where a micro-batch begins within a line of the cache."""
+    source = torch.arange(104).reshape(8, 13).to(dtype)[rows]
+    copied = carry(source, torch.device("cpu"), copy=True)
+    assert copied.data_ptr() % 64 == source.data_ptr() % 64
+    assert copied.stride() == source.stride()
+    assert torch.equal(copied, source)
+    assert not copied._is_view()
+    assert source.numel() == 0 or copied.data_ptr() != source.data_ptr()
+
+
+def test_isolated_micro_batches_that_begin_anywhere_are_exact():
+    net = bp.begin_blocks(nn.Sequential(nn.Linear(13, 16), nn.Tanh(), nn.Linear(16, 3)), {"2": 1})
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=3, isolate=True)
+    for _ in range(8):
+        assert pipe.verify(torch.randn(8, 13), loss_fn=square).ok
+
+
 def test_what_is_lent_is_settled_once():
     """An owner's streams wait for the copies of its tensors, and then nothing is kept."""
     device, other = map(torch.device, stages(2))
