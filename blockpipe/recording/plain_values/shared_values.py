@@ -61,7 +61,7 @@ from .places import (
     use_by,
 )
 from .still_code import StillFrame, frames_of, functions_by_code, read_of_unknown
-from .syntax.accesses import Access, accesses_of, may_set
+from .syntax.accesses import Access, accesses_of, is_by_chance, may_set
 from .syntax.effects import arguments_of, changes_given
 from .syntax.uses import Use
 from .taken_in import TakenIn
@@ -416,8 +416,13 @@ class SharedValues:
         apart = self._apart(frame)
         again = apart is not None and self._still is None
         where = hop, frame.line, apart, again, access.counts, self._calls(), is_fixed
+        # A value that a recording sets anew in each of its runs settles in none.
+        by_chance = access.assigned is not None and is_by_chance(access.assigned, frame.code)
         writes = [
-            PendingWrite(o, key, frozen(value), *where, self.sizes.write(access, frame, o, key))
+            PendingWrite(
+                *(o, key, UNKNOWN if by_chance else frozen(value), *where),
+                self.sizes.write(access, frame, o, key),
+            )
             for o, key, value in places
         ]
         self._pending.begin(id(frame.frame), writes)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from .bindings import assigned, bound, captured, set_to, stored
 from .branches import Turn, tests_in, turns_in
 from .contents import alternatives
-from .effects import CHANGES_GIVEN, DOES_BOTH, SETS_TORCHS, WRITES
+from .effects import ASKS_CHANCE, CHANGES_GIVEN, DOES_BOTH, SETS_TORCHS, WRITES
 from .uses import Use, goes_back, is_function, is_said_in, key_taken, use_of
 
 _OF_ENVIRONMENT = ("getenv", "getenvb")
@@ -183,6 +183,15 @@ def sources_of(code: types.CodeType, name: str) -> list[ast.expr]:
     nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
     lines = {line for _, _, line in code.co_lines() if line is not None}
     return [value for known, value in nodes.sources if known == name and value.lineno in lines]
+
+
+def is_by_chance(value: ast.expr, code: types.CodeType) -> bool:
+    """Return whether an expression in a function's code has another value in each forward, as a
+    random number has, or the index of the micro-batch."""
+    names = (part.id for part in ast.walk(value) if isinstance(part, ast.Name))
+    parts = [value, *(source for name in names for source in sources_of(code, name))]
+    calls = (n.func for part in parts for n in ast.walk(part) if isinstance(n, ast.Call))
+    return any(getattr(f, "id", getattr(f, "attr", "")) in ASKS_CHANCE for f in calls)
 
 
 def contexts_of(code: types.CodeType) -> list[ast.expr]:

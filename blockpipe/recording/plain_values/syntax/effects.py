@@ -43,7 +43,10 @@ DOES_BOTH = frozenset(
 )
 CHANGES_GIVEN = _CHANGES_FIRST | _CHANGES_ANY
 
-ASKS_CHANCE = ("random", "randint", "uniform", "choice", "time", "perf_counter", "monotonic")
+ASKS_CHANCE = (
+    *("random", "randint", "uniform", "choice", "time", "perf_counter", "monotonic"),
+    "current_microbatch",
+)
 """Functions whose answer is another one in each forward."""
 
 ASKS_SHAPE = (
