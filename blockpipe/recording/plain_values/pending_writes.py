@@ -11,7 +11,7 @@ from ..calls import Call
 from .evaluation.members import ALL, BY_ARGUMENT, UNKNOWN, member_of
 from .evaluation.sizes import BySize
 from .known_values import KnownValues
-from .places import is_by_microbatch, makers_of, space_of
+from .places import has_tensors, is_by_microbatch, makers_of, space_of
 from .values import ApartRun, frozen
 
 
@@ -29,6 +29,7 @@ class PendingWrite:
     adds: bool  # as ``self.n += 1`` does, which writes to a tensor in place
     calls: list[Call | None]
     is_fixed: bool  # whether it sets the same, whatever the data
+    by_chance: bool  # whether it sets another value in each forward: the micro-batch's index
     by_size: BySize | None  # ``None``: it is the same for all sizes
 
 
@@ -78,6 +79,7 @@ class PendingWrites:
         # On fake tensors the same is the same for all data.
         known.is_fixed = known.is_fixed and pending.is_fixed
         settles = self._fake or pending.is_fixed or (pending.adds and isinstance(value, Tensor))
+        settles = settles and not (pending.by_chance and not has_tensors(value))
         known.lines.add(pending.line)
         if pending.by_size is not None:
             self._is_set_by_size(pending, pending.by_size)

@@ -34,9 +34,9 @@ from .checkpoints import CheckpointedFrames
 from .collecting_garbage import CollectingGarbage
 from .drawn_numbers import DrawnNumbers
 from .evaluation.expressions import Frame
+from .evaluation.index_uses import IndexUses
 from .evaluation.members import ALL, UNKNOWN, WHOLE, Names, member_of, owners_of
 from .evaluation.sizes import Sizes
-from .index_uses import IndexUses
 from .known_values import OF_CHECKPOINT, KnownValues
 from .lost_updates import may_lose
 from .missed_branches import MissedBranches
@@ -415,14 +415,10 @@ class SharedValues:
         """Note that an instruction sets the values at some places, before it has done so."""
         apart = self._apart(frame)
         again = apart is not None and self._still is None
-        where = hop, frame.line, apart, again, access.counts, self._calls(), is_fixed
-        # A value that a recording sets anew in each of its runs settles in none.
         by_chance = access.assigned is not None and is_by_chance(access.assigned, frame.code)
+        where = hop, frame.line, apart, again, access.counts, self._calls(), is_fixed, by_chance
         writes = [
-            PendingWrite(
-                *(o, key, UNKNOWN if by_chance else frozen(value), *where),
-                self.sizes.write(access, frame, o, key),
-            )
+            PendingWrite(o, key, frozen(value), *where, self.sizes.write(access, frame, o, key))
             for o, key, value in places
         ]
         self._pending.begin(id(frame.frame), writes)

@@ -30,7 +30,7 @@ from ...stages.marks import mark_of
 from ..entries import Hop, Output, SharedChange
 from ..outside.compared_members import TORCHS
 from ..outside.outside_state import OutsideState
-from ..plain_values.index_uses import IndexUses
+from ..plain_values.evaluation.index_uses import IndexUses
 from ..plain_values.shared_values import SharedValues
 from ..plain_values.still_code import Hook, hooks_in, may_set_by
 from ..plain_values.taken_in import made_in, made_since

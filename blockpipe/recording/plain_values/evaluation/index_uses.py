@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .evaluation.expressions import Frame
-from .syntax.accesses import Access
+from ..syntax.accesses import Access
+from .expressions import Frame
 
 _COUNTS = ("range", "islice")  # functions whose results have as many members as a number says
 
