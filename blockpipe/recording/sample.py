@@ -46,6 +46,8 @@ class RecordRequest:
         modes: the objects that the user's modes around the forward reach.
         loss_fn: what a step calls with the output; ``None``: nothing, or it is not known.
         interrupts: holds interrupts back, which are let through between two operations.
+        place: where all of the model is meanwhile, in a fake run of a model that is to be recorded
+            as if it were whole.
     """
 
     model: nn.Module
@@ -60,6 +62,7 @@ class RecordRequest:
     modes: Sequence[Holder] = ()
     loss_fn: Callable[..., Any] | None = None
     interrupts: HeldInterrupts = field(default_factory=HeldInterrupts)
+    place: torch.device | None = None
 
 
 _SHOWN = 8  # of a container's members, or a forward's parameters
