@@ -39,7 +39,8 @@ def join(
     positions, and values other than tensors, if all agree; anything else becomes a list, one entry
     a micro-batch. With ``"list"`` for ``dim`` the results are lists themselves, one element a
     sample, and become one list. With ``None`` the results are not
-    joined: they are returned as a list.
+    joined: they are returned as a list. One result alone is returned as it is, unless ``dim`` is
+    ``None``: a single sample's state can be passed on, as with the model.
 
     Args:
         results: the results, one for each micro-batch.

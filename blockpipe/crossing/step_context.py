@@ -159,7 +159,8 @@ class StepContext:
         if tensor.device.type != "cpu":
             return False
         tag: Tag | None = getattr(tensor, TAG, None)
-        if tag is not None:
+        # A pipeline with more stages may have made it: then it is from outside of this one.
+        if tag is not None and (self.devices is None or tag.stage < len(self.devices)):
             made_on = self.device_of(tag.stage)
             return tag.is_kept or (made_on is not None and made_on.type != "cpu")
         home = self.home_of(tensor)

@@ -143,6 +143,33 @@ class KnownValues:
             return is_local and not self._fake and isinstance(value, bool | int | float)
         return False
 
+    def is_changed(
+        self,
+        owner: Any,
+        key: Any,
+        hop: int,
+        line: str,
+        calls: Iterable[Call | None],
+        *,
+        again: bool,
+    ) -> None:
+        """Note that code on a hop changes a mutable value in place.
+
+        Args:
+            owner: the value.
+            key: the key of the one entry that it changes, or ``ALL``.
+            hop: the hop.
+            line: the line.
+            calls: the forward's call that it is in.
+            again: whether a checkpoint's function does it, which runs once more.
+        """
+        for place in (key,) if key is ALL else (key, BY_ARGUMENT):
+            known = self.at(owner, place)
+            known.is_set(hop, line, calls)
+            known.is_constant = False
+            if again:
+                known.set_again_on.add(hop)
+
     def changed(self, owner: Any, key: Any, hops: set[int], where: str) -> None:
         """Something has changed, whoever did it: also code that is not traced.
 

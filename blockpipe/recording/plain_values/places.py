@@ -68,7 +68,8 @@ def entry_of(access: Access, frame: Frame, owner: Any, key: Any) -> tuple[Any, A
     dictionary's entry, if a method takes that, and by an argument, if its key is not known."""
     if access.key is not None and isinstance(value := frame.evaluated(access.node), dict):
         owner, key = value, frame.key(access.key)
-        access = replace(access, use=Use.NONE)
+        sets = access.use in (Use.WRITE, Use.BOTH)
+        access = replace(access, use=Use.NONE, reads=access.use is not Use.WRITE, writes=sets)
     return owner, BY_ARGUMENT if key is UNKNOWN and access.reads else key, access
 
 
@@ -129,10 +130,8 @@ def _within(module: nn.Module) -> Iterable[nn.Module]:
 
 def entry_asked(access: Access, frame: Frame) -> Any:
     """Return the key of the one entry that code asks a container for (``table.get(key)``, ``key in
-    table``); ``ALL`` if it may read any of them."""
-    if access.key is None or access.use is not Use.READ:
-        return ALL
-    if not isinstance(frame.evaluated(access.node), dict):
+    table``) or changes (``table.setdefault(key, [])``); ``ALL`` if it may be any of them."""
+    if access.key is None or not isinstance(frame.evaluated(access.node), dict):
         return ALL
     key = frame.key(access.key)
     return ALL if key is UNKNOWN else key

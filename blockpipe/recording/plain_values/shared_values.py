@@ -328,9 +328,9 @@ class SharedValues:
         first = access.is_first
         is_filled = is_given and changes_given(is_given, function, is_first=first)
         is_read = access.use is not Use.WRITE and not (is_filled and access.is_dropped)
+        key = entry_asked(access, frame)
         if is_read and not access.is_said:
             loses = may_lose(access, frame)
-            key = entry_asked(access, frame)
             self._reads(value, key, frame, hop, counts=access.counts, loses=loses)
             self._may_read_others(value, key, access, frame, hop)
             if is_given and is_array(value) and shares_memory(function):
@@ -338,11 +338,8 @@ class SharedValues:
                 known.is_read(back(hop), frame.line)
                 known.remedy = _OF_ARRAY
         if access.use is not Use.READ or is_filled or advances(value):
-            known = self.known.at(value, ALL)
-            known.is_set(hop, frame.line, self._calls())
-            known.is_constant = False
-            if self._checkpoints.of(frame.frame) is not None:
-                known.set_again_on.add(hop)
+            again = self._checkpoints.of(frame.frame) is not None
+            self.known.is_changed(value, key, hop, frame.line, self._calls(), again=again)
 
     # --- notes
 

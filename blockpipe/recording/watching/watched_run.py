@@ -174,7 +174,7 @@ def _watching(request: RecordRequest, result: Recording, holders: list[Holder]) 
     step = StepContext([], {}, request.devices, graphs, KnownForward())
     cursor = WatchedCursor(follow_marks=request.planned is None)
     activations = Activations([*model.parameters(), *model.buffers()])
-    recorder = Recorder(step, cursor, result, activations, request.unhookable)
+    recorder = Recorder(step, cursor, result, activations, request.unhookable, request.place)
     recorder.calls.compiled = {path for path, module in modules.items() if is_compiled(module)}
     recorder.check_interrupts = request.interrupts.check
     recorder.held, recorder.stand_ins = held_tensors(model, result), request.stand_ins
@@ -193,8 +193,7 @@ def _watching(request: RecordRequest, result: Recording, holders: list[Holder]) 
 def _watch_calls(model: nn.Module, recorder: Recorder, stages: Stages) -> None:
     """Put stand-ins on the modules, which report their calls; the caller restores the modules."""
     for path, module in model.named_modules():
-        names = module.__dict__
-        forward = module.forward
+        names, forward = module.__dict__, module.forward
         if isinstance(forward, RecordedForward):
             forward = forward.forward  # this is the second run
         stand_in = RecordedForward(forward, path, module, recorder, stages.get(path))
@@ -207,8 +206,7 @@ def _watch_calls(model: nn.Module, recorder: Recorder, stages: Stages) -> None:
 def _run(model: nn.Module, inputs: Any, recorder: Recorder, values: SharedValues) -> Any:
     """Call the model while all watchers run, and return its output."""
     args, kwargs = inputs
-    spent, waited = recorder.costs.spent, recorder.costs.waited
-    meter = Meter(spent, waited, *_told_below(recorder))
+    meter = Meter(recorder.costs.spent, recorder.costs.waited, *_told_below(recorder))
     about, modules = f"recording {recorder.result.model}", sum(1 for _ in model.modules())
     with Progress(about, modules, "module calls") as recorder.calls.progress:
         with (

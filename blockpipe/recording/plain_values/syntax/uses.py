@@ -6,7 +6,7 @@ import enum
 from .effects import DOES_BOTH, FILLS, WRITES
 
 _READS = frozenset(["get", "keys", "values", "items", "copy", "index", "count", "__getitem__"])
-_TAKES_KEY = ("get", "pop", "setdefault")
+_TAKES_KEY = ("get", "pop", "setdefault", "move_to_end")
 _SAYS = frozenset(
     [
         *("print", "debug", "info", "warning", "error", "critical", "exception", "log", "warn"),
@@ -77,7 +77,8 @@ def is_function(outer: tuple[ast.AST, ...]) -> bool:
 
 
 def key_taken(node: ast.expr, outer: tuple[ast.AST, ...]) -> ast.expr | None:
-    """Return the key of the entry that code asks a container for: ``table.get(key)``."""
+    """Return the key of the one entry that code asks a container for, or changes:
+    ``table.get(key)``, ``table.setdefault(key, [])``."""
     match outer[:1]:
         case [ast.Compare(left=key, ops=[ast.In() | ast.NotIn()], comparators=[found])]:
             return key if found is node else None
