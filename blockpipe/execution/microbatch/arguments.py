@@ -73,6 +73,7 @@ class MicrobatchArguments:
             if not isinstance(leaf, PendingCopy):
                 return leaf
             value = run.receive(last, leaf)
+            value = run.slices.take(value, value, watches=False)  # a loss may write to it
             setattr(value, TAG, Tag(run.key, last, self._route[last]))
             return value
 
