@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, _ops
 from torch._subclasses import fake_tensor
+from torch.utils import _python_dispatch
 
 T = TypeVar("T")
 
@@ -66,14 +67,14 @@ def put_back(tensor: Tensor, value: Tensor, version: int) -> None:
 
     The caller's graphs may have saved the tensor: for autograd, it has not been written to. Nor may
     its memory be written if nothing has changed there: it may be read-only, as that of a mapped
-    file is, or that of an expanded tensor.
+    file is, or that of an expanded tensor. No mode of the user's sees it.
 
     Args:
         tensor: where to write.
         value: what was there.
         version: what :func:`version_of` said then.
     """
-    with torch.no_grad():
+    with torch.no_grad(), _python_dispatch._disable_current_modes():
         if not _has_bits_of(tensor.detach(), value):
             tensor.detach().copy_(value)
     if version >= 0:

@@ -36,7 +36,7 @@ def sizes_of(batch: Microbatch) -> tuple[Any, ...]:
 
 def _sizes_in(value: Any) -> Hashable:
     if isinstance(value, Tensor):
-        return value.shape
+        return id(value) if value.is_nested else value.shape  # one that is nested has no shape
     found = members(value)
     if found is not None:
         return tuple((name, _sizes_in(item)) for name, item in found)
