@@ -114,6 +114,7 @@ def test_a_call_that_finds_its_argument_in_the_state_is_open(way: str) -> None:
     assert __file__ in head.opened
 
 
+@pytest.mark.cpu("its forwards wait for each other there, and mix nothing")
 @pytest.mark.parametrize("way", STATE)
 def test_another_micro_batchs_tensor_is_refused(way: str) -> None:
     pipe = bp.Pipeline(Net(*STATE[way]), devices=stages(2), chunks=6, schedule="gpipe")
