@@ -159,8 +159,7 @@ class StepContext:
         if tensor.device.type != "cpu":
             return False
         tag: Tag | None = getattr(tensor, TAG, None)
-        # A pipeline with more stages may have made it: then it is from outside of this one.
-        if tag is not None and (self.devices is None or tag.stage < len(self.devices)):
+        if tag is not None:
             made_on = self.device_of(tag.stage)
             return tag.is_kept or (made_on is not None and made_on.type != "cpu")
         home = self.home_of(tensor)

@@ -80,25 +80,6 @@ def latest(tensor: Tensor, tag: Tag) -> tuple[Tensor, Tag]:
     return tensor, tag
 
 
-def release(tensor: Tensor, *, constants: bool) -> None:
-    """Take the tag off a tensor without gradient that a step before a recording has left.
-
-    Between steps no micro-batch is under way, so that for the forward that is recorded, and for its
-    steps, it is a tensor from outside, wherever it was made. One that a later hop wrote to keeps
-    its tag, which says where its values are.
-
-    Args:
-        tensor: the tensor.
-        constants: whether to do so with a constant too, whose tag says what made it, and has its
-            copies.
-    """
-    tag: Tag | None = getattr(tensor, TAG, None)
-    if tag is None or tag.key.step == RECORDING or tensor.requires_grad:
-        return
-    if tag.newest is None and (constants or not tag.is_constant(tensor)):
-        delattr(tensor, TAG)
-
-
 def was_written(tensor: Tensor, version: int) -> bool:
     """Return whether a run wrote in place to a tensor that had this version, on any hop."""
     tag: Tag | None = getattr(tensor, TAG, None)

@@ -299,12 +299,11 @@ def _with_fakes(
         stack.enter_context(state)  # an interrupt can spoil one of them
         stack.enter_context(preserve_rng(every_source()))
         # There a model takes any sample: only its shapes count.
-        is_whole = homes is not None and request.devices is None
-        if sample_device is None and (on_meta or is_whole):
+        in_one_place = on_meta or (homes is not None and request.devices is None)
+        if sample_device is None and in_one_place:
             sample_device = torch.device("cpu")
         given, named = map_sharing(lambda t: fakes.of(t, sample_device), (tuple(args), kwargs))
-        place = sample_device if is_whole else None
-        faked = replace(request, args=given, kwargs=named, place=place)
+        faked = replace(request, args=given, kwargs=named)
 
         def run() -> R:
             with mode, _quiet(), RealWritesUndone(), FailedThreads(), NoElements():

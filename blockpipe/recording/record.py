@@ -22,7 +22,6 @@ from .._common.hints import knows_other_names
 from .._common.threads.thread_state import as_ours
 from ..batches.microbatch import BatchPart
 from ..batches.shared_memory import map_sharing
-from ..crossing.tags import release
 from ..devices.copies import carry
 from ..devices.devices import is_on_meta
 from ..devices.rng_streams import every_source, preserve_rng
@@ -118,9 +117,6 @@ def record_planned(
     check_initialized(request.model)
     with closed_to_others(request.model):
         recording = _record(request, share, intended, fake=fake)
-    for outside in recording.outside:  # their tags were put back with all other state
-        if outside.tensor is not None and (tensor := outside.tensor()) is not None:
-            release(tensor, constants=False)
     if request.planned is not None:
         request.planned.check(recording)
     return recording

@@ -48,8 +48,6 @@ class RecordRequest:
         interrupts: holds interrupts back, which are let through between two operations.
         on_index: is given each value that the forward uses as an index, with the line; ``None``:
             nobody asks.
-        place: where all of the model is meanwhile, in a fake run of a model that is to be recorded
-            as if it were whole.
     """
 
     model: nn.Module
@@ -65,7 +63,6 @@ class RecordRequest:
     loss_fn: Callable[..., Any] | None = None
     interrupts: HeldInterrupts = field(default_factory=HeldInterrupts)
     on_index: Callable[[Any, str], None] | None = None
-    place: torch.device | None = None
 
 
 _SHOWN = 8  # of a container's members, or a forward's parameters

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from ..._common.callsite import users_line
-from ..._torch.tensors import FakeTensor, extent_of, shape_of, version_of
+from ..._torch.tensors import extent_of, shape_of, version_of
 from ...crossing.constants import writes
-from ...devices.copies import carry
 from ..entries import OutsideTensor, SharedChange
 
 _REMEDY = "register it as a buffer of the module that writes to it, and pass others its value"
@@ -96,20 +95,6 @@ class OutsideTensors:
         for found in self.found():
             if found.written and len(found.hops) > 1:
                 yield SharedChange(found.name, "reads it", found.hops, found.where, _REMEDY)
-
-
-def brought(tensor: Tensor, place: torch.device | None) -> Tensor:
-    """Return a tensor that an operation reads, in a fake run of a model that is all in one place,
-    as that run can read it. A step of another cut may have left it on the accelerator of its stage;
-    on the host it is on purpose.
-
-    Args:
-        tensor: a fake one, or a real one from outside.
-        place: where the model is; ``None``: where its stages are.
-    """
-    if place is None or isinstance(tensor, FakeTensor) or tensor.device.type in ("cpu", "meta"):
-        return tensor
-    return carry(tensor, place)
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

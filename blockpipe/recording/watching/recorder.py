@@ -19,7 +19,7 @@ from ..._torch.tensors import FakeTensor, shape_of, version_of
 from ...costs.work import size_of
 from ...crossing.microbatch_run import MicrobatchRun
 from ...crossing.step_context import StepContext
-from ...crossing.tags import RECORDING, TAG, MicrobatchKey, ParameterHome, Tag, release
+from ...crossing.tags import RECORDING, TAG, MicrobatchKey, ParameterHome, Tag
 from ...crossing.tensors.place import Reads
 from ...crossing.uncut_run import UncutRun
 from ...errors import CrossingError, PlanError
@@ -28,7 +28,7 @@ from ...stages.plan import too_few_devices
 from ..calls import Call
 from ..entries import CrossingInfo, Hop, TensorInfo, note_unmarked
 from ..outside.outside_state import OutsideState
-from ..outside.outside_tensors import OutsideTensors, brought
+from ..outside.outside_tensors import OutsideTensors
 from ..recording import Recording
 from ..segments import Segments
 from ..shared_changes import SharedChanges
@@ -53,7 +53,6 @@ class Recorder:
         result: the recording that all entries are added to.
         activations: the tensors that autograd saves.
         unhookable: paths of calls in which autograd allows no saved-tensor hooks.
-        place: where all of the model is, if it is recorded as if it were whole.
 
     Attributes:
         run: the run that is watched.
@@ -66,10 +65,9 @@ class Recorder:
         result: Recording,
         activations: Activations,
         unhookable: Collection[str] = (),
-        place: torch.device | None = None,
     ) -> None:
         kind = MicrobatchRun if step.graphs.cut else UncutRun
-        self.step, self._place = step, place
+        self.step = step
         self.key = MicrobatchKey(RECORDING, 0)
         self.run = kind(step, 0, cursor, self.key, listener=self)
         self._read = self.run.reader()
@@ -209,7 +207,6 @@ class Recorder:
     def read(self, tensor: Tensor, reads: Reads) -> Tensor:
         """Note that an operation reads a tensor, and read it."""
         tensor = self.stand_in(tensor)
-        release(tensor, constants=True)
         self._note_origin(tensor)
         is_untagged = getattr(tensor, TAG, None) is None
         if not self.has_made(tensor):
@@ -220,7 +217,7 @@ class Recorder:
             if held is None or not held.is_buffer:
                 self.outsiders.append((tensor, version_of(tensor)))
         try:
-            return brought(self._read(tensor, reads), self._place)
+            return self._read(tensor, reads)
         except CrossingError as error:
             if not is_untagged:
                 raise

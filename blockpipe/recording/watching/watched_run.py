@@ -174,7 +174,7 @@ def _watching(request: RecordRequest, result: Recording, holders: list[Holder]) 
     step = StepContext([], {}, request.devices, graphs, KnownForward())
     cursor = WatchedCursor(follow_marks=request.planned is None)
     activations = Activations([*model.parameters(), *model.buffers()])
-    recorder = Recorder(step, cursor, result, activations, request.unhookable, request.place)
+    recorder = Recorder(step, cursor, result, activations, request.unhookable)
     recorder.calls.compiled = {path for path, module in modules.items() if is_compiled(module)}
     recorder.check_interrupts = request.interrupts.check
     recorder.held, recorder.stand_ins = held_tensors(model, result), request.stand_ins
