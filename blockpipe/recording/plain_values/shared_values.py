@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -114,7 +115,10 @@ class SharedValues:
         self.traces = traces or self.draws.has_own(users) or any(may_set(f.__code__) for f in users)
         self._replaces_all = any(not {*names_in(f.__code__)}.isdisjoint(WHOLE) for f in users)
         self.known = KnownValues(names, fake=fake)
-        self.sizes = Sizes(self._is_lasting, self.known, fake=fake)
+        itself: Any = weakref.proxy(
+            self
+        )  # a cycle would keep tensors of the frames
+        self.sizes = Sizes(partial(SharedValues._is_lasting, itself), self.known, fake=fake)
         self._codes: dict[int, tuple[types.CodeType, Any]] = {}  # kept alive
         self._cached: list[Any] = []  # kept alive
         self._returned: dict[int, tuple[types.CodeType, Any]] = {}  # by the id of a frame
@@ -124,8 +128,9 @@ class SharedValues:
         self._stays: Effect | None = None  # the first that cannot be put back
         self._kinds = [(path, module, type(module)) for path, module in modules.items()]
         self._pending = PendingWrites(self.known, fake=fake)
-        noting = partial(self._note_all, over=True), self._note_still
-        self._branches = MissedBranches(self.known, self.sizes, *noting, fake=fake)
+        note = partial(SharedValues._note_all, itself, over=True)
+        note_still = partial(SharedValues._note_still, itself)
+        self._branches = MissedBranches(self.known, self.sizes, note, note_still, fake=fake)
         self._checkpoints = CheckpointedFrames()
         self._collecting = CollectingGarbage()
         self._still: ApartRun | None = None  # code that is looked at, and does not run
