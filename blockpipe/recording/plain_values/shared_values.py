@@ -115,9 +115,7 @@ class SharedValues:
         self.traces = traces or self.draws.has_own(users) or any(may_set(f.__code__) for f in users)
         self._replaces_all = any(not {*names_in(f.__code__)}.isdisjoint(WHOLE) for f in users)
         self.known = KnownValues(names, fake=fake)
-        itself: Any = weakref.proxy(
-            self
-        )  # a cycle would keep tensors of the frames
+        itself: Any = weakref.proxy(self)  # a cycle would keep tensors of the frames
         self.sizes = Sizes(partial(SharedValues._is_lasting, itself), self.known, fake=fake)
         self._codes: dict[int, tuple[types.CodeType, Any]] = {}  # kept alive
         self._cached: list[Any] = []  # kept alive
