@@ -31,6 +31,9 @@ _REMEDIES = (
     "have modules return as many tensors, under the same keys, whatever their data is: each "
     "process has recorded the forward with its own",
 )
+UNLIKE = 1 << 30
+"""The bit of a check that says that what processes go on with differs."""
+
 _SHOWN = 5  # differences in a message, and ranks of each
 
 
@@ -41,10 +44,12 @@ class Kind:
     Attributes:
         common: what is the same in all replicas.
         own: what is the same in the processes of one pipeline: replicas may have other batches.
+        made: what they go on with, which may differ.
     """
 
     common: Mapping[str, str] = field(default_factory=dict)
     own: Mapping[str, str] = field(default_factory=dict)
+    made: str = ""
 
 
 class Agreement:
@@ -101,7 +106,8 @@ class Agreement:
             failure: the error because of which this process cannot go on.
 
         Returns:
-            The bits that any process of the pipeline asks for.
+            The bits that any process of the pipeline asks for; and :data:`UNLIKE` where the
+            descriptions differ in what is made.
 
         Raises:
             BaseException: the failure, in the process that has it.
@@ -133,7 +139,8 @@ class Agreement:
         self._failures.is_agreed = False
         self._failures.progress.done("what it does before a step")
         common, own = _digest(kind.common), _digest(kind.own)
-        rows = self._rows([failure is not None, common, own, asks], self._group)
+        made = _digest({"made": kind.made})
+        rows = self._rows([failure is not None, common, own, asks, made], self._group)
         is_trouble = any(row[0] for row in rows) or any(row[1:3] != rows[0][1:3] for row in rows)
         texts = []
         if is_trouble:
@@ -153,7 +160,7 @@ class Agreement:
             raise RankError(trouble)
         bits = 0
         for row in rows:
-            bits |= row[3]
+            bits |= row[3] | UNLIKE * (row[4] != made)
         return bits
 
     def _rows(self, row: list[int], group: dist.ProcessGroup | None) -> list[list[int]]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from ..preparation.options import as_sample, check_checkpoint, check_loss
 from ..stages.plan import StagePlan
 from ..weights.materialize import Init
 from ..weights.sources import Weights
-from .agreement import Agreement, Kind
+from .agreement import UNLIKE, Agreement, Kind
 from .build import fill_own
 from .engine import schedule_name
 from .engines import Engines
@@ -259,6 +260,7 @@ class DistributedPipeline(StageStateMethods, StageReportMethods):
             reduction = reduction_for(loss_fn, self.loss_reduction)
             if backward and places.is_own(home):
                 weights_of(microbatches, reduction)  # for its errors
+        self._engines.agreed(alike=not asked[0] & UNLIKE)
         if asked[0] & _ELSEWHERE:
             self._homes.take(words_of(self.module), backward=backward)
         self._failures.began, weights = True, [1.0] * len(microbatches)
@@ -364,7 +366,7 @@ class DistributedPipeline(StageStateMethods, StageReportMethods):
             "checkpoint": self.checkpoint,
             "batch norm": self._batch_norm,
         }
-        return kind_of_step(
+        kind = kind_of_step(
             self.module,
             args,
             kwargs,
@@ -374,6 +376,7 @@ class DistributedPipeline(StageStateMethods, StageReportMethods):
             digests=self._engines.digests,
             modes=self._engines.modes,
         )
+        return replace(kind, made=self._engines.numbers())
 
     def _split(self, args: Any, kwargs: dict[str, Any], target: Any) -> list[Microbatch]:
         dims = dims_of_call(self.module, self.batch_dims, args, kwargs, target)

@@ -253,6 +253,9 @@ class Engine:
         group: the processes; ``None`` takes all of them.
         loss_fn: as for :func:`build_schedule`.
         progress: where the stages note what they do.
+
+    Attributes:
+        number: the same in all processes, for engines that have run together; 0 before that.
     """
 
     def __init__(
@@ -264,6 +267,7 @@ class Engine:
         loss_fn: Callable[[tuple[Tensor, ...], Any], Tensor],
         progress: ProcessProgress,
     ) -> None:
+        self.number = 0
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         where = places(name, cut.tape.route, ranks)
         own = [k for k, place in enumerate(where) if place == rank]
@@ -283,16 +287,31 @@ class Engine:
         self._questions = None if self.first is None else cut.questions()
         splits = splits_backward(name)
         self._in_order = not splits and (name not in _REVERSED or microbatches == 1)
-        self._stages = [
-            make_stage(m, count, device, group, splits=splits, progress=progress)
-            for m in self.modules.values()
-        ]
-        self._schedule = build_schedule(name, self._stages, microbatches, loss_fn)
+
+        def build() -> tuple[list[WatchedStage], Any]:
+            stages = [
+                make_stage(m, count, device, group, splits=splits, progress=progress)
+                for m in self.modules.values()
+            ]
+            return stages, build_schedule(name, stages, microbatches, loss_fn)
+
+        self._build = build
+        self._stages, self._schedule = build()
         if "arg_mbs" not in inspect.signature(self._schedule.step).parameters:
             raise UsageError(
                 f"expected a torch whose schedules take micro-batches, got {torch.__version__}; "
                 "install a newer one (2.15 has been tried)"
             )
+
+    def begin_anew(self, number: int) -> None:
+        """Forget what torch's engine keeps from earlier steps, if it has run: its connections.
+
+        Args:
+            number: of this engine from now on.
+        """
+        if self.number:
+            self._stages, self._schedule = self._build()
+        self.number = number
 
     @torch.no_grad()
     def ask(self, part: Sequence[Microbatch]) -> None:

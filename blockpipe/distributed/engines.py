@@ -73,6 +73,8 @@ class Engines:
         self._checked: set[Any] = set()  # kinds of losses, each with the kind of micro-batches
         self._cuts: dict[Any, CutForward] = {}
         self._engines: dict[Any, Engine] = {}
+        self._asked: list[Engine] = []  # for the present step
+        self._number = 0  # of engines; counted alike in all processes
 
     def start(self, sample: Microbatch, schedule: str) -> None:
         """Record the sample, and find where its stages are."""
@@ -84,7 +86,7 @@ class Engines:
 
     def begin_step(self) -> None:
         """Look at the model once for all micro-batches of a step."""
-        self.answers, self.digests = [], []
+        self.answers, self.digests, self._asked = [], [], []
         self.modes = modes_in_words(self._model)
         self.watched.step_begins()
 
@@ -133,9 +135,29 @@ class Engines:
             self._checked.add(beside)
         engine = self._engines[key]
         engine.ask(part)
+        self._asked.append(engine)
         self.answers.append(engine.answers)
         self.digests.append(engine.digest)
         return engine
+
+    def numbers(self) -> str:
+        """Return the numbers of the engines of a step, before :meth:`agreed`."""
+        return " ".join(str(engine.number) for engine in self._asked)
+
+    def agreed(self, *, alike: bool) -> None:
+        """Have a step run on engines that all processes have made for one step.
+
+        What one process has changed (a hook, a value that code between modules reads) can make a
+        new engine there and nowhere else. An engine of torch's connects with its peers in its first
+        step: the others would not answer.
+
+        Args:
+            alike: whether all processes have the same :meth:`numbers`.
+        """
+        for engine in self._asked:
+            if not engine.number or not alike:
+                self._number += 1
+                engine.begin_anew(self._number)
 
     def _check_homes(self, cut: CutForward) -> None:
         """Refuse that a process reads what another one trains: it has the values of the start."""

@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import blockpipe as bp
 from blockpipe.distributed import DistributedPipeline, ReplicatedPipeline
 from blockpipe.errors import UsageError
 
-from .cases import SCHEDULES, compare, mean_square
+from .cases import SCHEDULES, batch_of, compare, deep, mean_square
 
 
 class Sometimes(nn.Module):
@@ -300,3 +301,32 @@ def what_a_pipeline_of_one_process_has_had_all_processes_take_together(
     torch.testing.assert_close(pipe.state_dict(), expected)
     loss = pipe.forward_backward(x, loss_fn=_squares).loss
     torch.testing.assert_close(loss, _squares(Cut(layers, 2)(x)).detach())
+
+
+def a_scaler_that_all_share_skips_a_step_in_all(rank: int, ranks: int) -> None:
+    """If the gradients of one stage are no numbers."""
+    torch.manual_seed(0)
+    args, target = batch_of(8)
+    net = deep(ranks)
+    pipe = DistributedPipeline(net, sample=args, chunks=4)
+    optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
+    scaler = ShardedGradScaler("cpu", init_scale=8.0)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return scaler.scale(mean_square(output, target))
+
+    if rank == ranks - 1:
+        scaler.scale(torch.zeros(()))  # it makes its factor where it is first used
+    for bad in (False, True):
+        optimizer.zero_grad()
+        pipe.forward_backward(*args, target=target, loss_fn=loss_fn)
+        before = [p.detach().clone() for p in pipe.parameters()]
+        if rank != ranks - 1:
+            scaler.scale(torch.zeros(()))
+        if bad and rank == 0:
+            next(iter(pipe.parameters())).grad.fill_(torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        same = [torch.equal(*pair) for pair in zip(before, pipe.parameters(), strict=True)]
+        assert all(same) if bad else not any(same)
+    assert scaler.get_scale() == 4.0

@@ -33,6 +33,7 @@ WITH_FOUR += ["clipped", "replicas_of_a_pipeline", "values_of_one_process_count"
 WITH_FOUR += ["other_processes_share_in_the_next_model", "classes_weigh_as_in_the_whole_batch"]
 SHORT = ["schedule_1f1b_frozen_1", "schedule_zb_v_frozen_0", "weighed"]
 SHORT += ["replicas_of_a_pipeline", "state_goes_both_ways", "outputs_where_they_are_asked_for"]
+SHORT += ["what_one_process_alone_changes_leaves_no_process_waiting"]
 REFUSED_WITH_FOUR = [
     "a_replica_that_fails_before_a_step_ends_it_for_all",
     "what_differs_is_named_at_the_start",
