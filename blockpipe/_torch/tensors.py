@@ -82,14 +82,11 @@ def put_back(tensor: Tensor, value: Tensor, version: int) -> None:
 
 
 def _has_bits_of(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are known to have the same bits; not a number equals nothing."""
+    """Return whether two tensors are known to have the same bits, those of NaN too."""
     if one.layout is not torch.strided or one.is_quantized or one.is_nested:
         return False
-    plain = (
-        t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-        for t in (one, other)
-    )
-    return torch.equal(*plain)
+    plain = (t.resolve_conj().resolve_neg().contiguous() for t in (one, other))
+    return torch.equal(*map(bytes_of, plain))
 
 
 storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")

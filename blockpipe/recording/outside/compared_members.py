@@ -7,6 +7,7 @@ has to say first that all is as it was.
 import logging
 import types
 from collections.abc import Iterator
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -28,6 +29,7 @@ from ...restoring.model_state import names_in
 TORCHS = frozenset(vars(nn.Module()))  # attributes of every module
 _OURS = "_blockpipe_"  # attributes of tensors
 _MOST_BYTES = 10_000  # of an array or a file in memory; larger ones are not compared
+_AT_ONCE = 64  # objects in a comparison; if one has changed, each of them is compared
 _MOST_DOTS = 3  # of a name such as torch.nn.functional.relu
 
 
@@ -105,38 +107,122 @@ def _of_namespace(
                 yield from _of_namespace(path, value, function)
 
 
-class Glance:
-    """The values in an object's dictionary, which are compared faster than its members are.
+class Glances:
+    """The values in the dictionaries of many objects, which are compared faster than members are.
+
+    A model has thousands of objects and a forward thousands of operations, so that many
+    dictionaries are compared at once.
+    """
+
+    def __init__(self) -> None:
+        self._groups: list[_Group] = []
+        self._count = 0
+
+    def add(self, holder: Holder) -> None:
+        """Take one more object, as it is now."""
+        if not self._groups or len(self._groups[-1].each) == _AT_ONCE:
+            self._groups.append(_Group())
+        self._groups[-1].add(self._count, _Glance(holder))
+        self._count += 1
+
+    def changed(self) -> Iterator[int]:
+        """Yield the numbers of the objects whose members have to be compared, and take them as they
+        are then. Others may be added meanwhile."""
+        for group in self._groups:
+            is_same = group.finds_no_change()
+            for number, glance in [*(group.others if is_same else group.each)]:
+                if not glance.finds_no_change():
+                    glance.note()
+                    yield number
+            if not is_same:
+                group.note()
+
+
+class _Group:
+    """Some objects, of which those that have a dictionary are compared at once.
+
+    Attributes:
+        each: all of them, by their numbers.
+        others: those that have none.
+    """
+
+    def __init__(self) -> None:
+        self.each: list[tuple[int, _Glance]] = []
+        self.others: list[tuple[int, _Glance]] = []
+
+    def add(self, number: int, glance: "_Glance") -> None:
+        """Take one more."""
+        self.each.append((number, glance))
+        if glance.found is None:
+            self.others.append((number, glance))
+        self.note()
+
+    def note(self) -> None:
+        """Note the values as each object has noted them."""
+        glances = [glance for _, glance in self.each if glance.found is not None]
+        self._found: list[dict[Any, Any]] = [glance.found for glance in glances]
+        self._lengths = [len(glance.keys) for glance in glances]
+        self._keys = [key for glance in glances for key in glance.keys]
+        self._values = [value for glance in glances for value in glance.values]
+        of_modules = [glance for glance in glances if glance.module is not None]
+        self._modules = [glance.module for glance in of_modules]
+        self._of_modules = [glance.found for glance in of_modules]
+        self._hooks = [hooks for glance in glances for hooks in glance.hooks]
+        self._counts = [count for glance in glances for count in glance.counts]
+
+    def finds_no_change(self) -> bool:
+        """Return whether all dictionaries are as they were."""
+        return (
+            [*map(dict.__len__, self._found)] == self._lengths
+            and all(map(is_, map(vars, self._modules), self._of_modules))
+            and all(map(is_, chain.from_iterable(map(dict.values, self._found)), self._values))
+            and all(map(is_, chain.from_iterable(map(dict.__iter__, self._found)), self._keys))
+            and [*map(len, self._hooks)] == self._counts
+        )
+
+
+class _Glance:
+    """The values in an object's dictionary, if it has one.
 
     Args:
         holder: the object.
+
+    Attributes:
+        module: the object, if it is a module.
+        found: its dictionary.
+        keys: in it, as they were.
+        values: in it, as they were.
+        hooks: the dictionaries of hooks in it.
+        counts: of hooks, as they were.
     """
 
     def __init__(self, holder: Holder) -> None:
-        self._module = holder.owner if isinstance(holder, ModuleHolder) else None
-        self._found: Any = holder.namespace() if isinstance(holder, DictHolder) else None
+        self.module: nn.Module | None = holder.owner if isinstance(holder, ModuleHolder) else None
+        self.found: Any = holder.namespace() if isinstance(holder, DictHolder) else None
+        self.keys, self.values = tuple[Any, ...](), tuple[Any, ...]()
+        self.hooks, self.counts = list[Any](), list[int]()
         self.note()
 
     def note(self) -> None:
         """Note the values as they are now."""
-        is_module = self._module is not None
-        self._found = found = vars(self._module) if is_module else self._found
+        self.found = found = vars(self.module) if self.module is not None else self.found
         if found is not None:
-            self._keys, self._values = (*dict.__iter__(found),), (*dict.values(found),)
-            hooks = (found[name] for name in self._keys if is_module and name.endswith("_hooks"))
-            self._hooks = [value for value in hooks if value is not None]
-            self._counts = [*map(len, self._hooks)]
+            self.keys, self.values = (*dict.__iter__(found),), (*dict.values(found),)
+            is_module = self.module is not None
+            hooks = (found[name] for name in self.keys if is_module and name.endswith("_hooks"))
+            self.hooks = [value for value in hooks if value is not None]
+            self.counts = [*map(len, self.hooks)]
 
     def finds_no_change(self) -> bool:
         """Return whether all is as it was; otherwise, the members have to be compared."""
-        found = self._found
-        if found is None or len(found) != len(self._keys):
+        found = self.found
+        if found is None or dict.__len__(found) != len(self.keys):
             return False
-        if self._module is not None and vars(self._module) is not found:
+        if self.module is not None and vars(self.module) is not found:
             return False
-        is_same = all(map(is_, dict.values(found), self._values))
-        has_same_keys = all(map(is_, dict.__iter__(found), self._keys))
-        return is_same and has_same_keys and [*map(len, self._hooks)] == self._counts
+        is_same = all(map(is_, dict.values(found), self.values))
+        has_same_keys = all(map(is_, dict.__iter__(found), self.keys))
+        return is_same and has_same_keys and [*map(len, self.hooks)] == self.counts
 
 
 class Content:

@@ -44,7 +44,7 @@ from ..recording import Recording
 from .compared_members import (
     TORCHS,
     Content,
-    Glance,
+    Glances,
     ModuleHolder,
     NamespacesHolder,
     is_growth,
@@ -126,17 +126,17 @@ class OutsideState:
         self._shared = {
             id(value) for h in self._holders if isinstance(h, _NAMED) for _, value in h.now()
         }
-        self._glances = [Glance(holder) for holder in self._holders]
+        self._glances = Glances()
+        for holder in self._holders:
+            self._glances.add(holder)
         self._members = [members_now(holder) for holder in self._holders]
         self._changes: dict[tuple[int, Any], _Change] = {}
         self._is_cached = False  # whether a cache has got an object that may change
 
     def look(self, hop: int) -> None:
         """Compare all objects; called when the user's code is about to run something on a hop."""
-        for index, holder in enumerate(self._holders):
-            if self._glances[index].finds_no_change():
-                continue
-            self._glances[index].note()
+        for index in self._glances.changed():
+            holder = self._holders[index]
             now, before = members_now(holder), self._members[index]
             if len(now) == len(before) and all(now[key] is before.get(key, _UNSET) for key in now):
                 continue
@@ -183,7 +183,7 @@ class OutsideState:
         if holder and id(value) not in self._known and len(self._holders) < MOST_OBJECTS:
             self._known.add(id(value))
             self._holders.append(holder)
-            self._glances.append(Glance(holder))
+            self._glances.add(holder)
             self._members.append(members_now(holder))
 
     def _named(self, holder: Holder, key: Any) -> str:

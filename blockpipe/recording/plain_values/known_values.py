@@ -20,7 +20,7 @@ from .evaluation.expressions import Frame
 from .evaluation.members import ALL, BY_ARGUMENT, NEEDS_GRADIENT, Names, member_of
 from .places import attribute_of, has_tensors, named, space_of
 from .syntax.accesses import Access
-from .syntax.effects import ASKS_CHANCE, ASKS_SHAPE
+from .syntax.effects import ASKS_CHANCE, ASKS_SHAPE, name_called
 from .values import SharedValue, back, frozen, hops_of, shared_change
 
 _REMEDY = "pass it along as an argument"
@@ -132,7 +132,7 @@ class KnownValues:
 
     def _is_open(self, node: ast.AST, frame: Frame, *, calls: bool) -> bool:
         if isinstance(node, ast.Call):
-            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            name = name_called(node)
             return name in ASKS_CHANCE or (calls and not (self._fake or name in ASKS_SHAPE))
         if isinstance(node, ast.Name | ast.Attribute):
             owner, key, value = frame.owner_of(Access(node, reads=True, writes=False))

@@ -19,6 +19,7 @@ from ...restoring.model_state import is_users
 from .evaluation.expressions import Frame
 from .evaluation.members import attribute_in
 from .syntax.accesses import Access
+from .syntax.effects import name_called
 
 _CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 _IN_PLACE = (list, set, dict, deque, bytearray)
@@ -48,9 +49,7 @@ def may_lose(access: Access, frame: Frame) -> bool:
 
 
 def _is_clock(part: ast.AST) -> bool:
-    function = part.func if isinstance(part, ast.Call) else None
-    name = getattr(function, "id", getattr(function, "attr", ""))
-    return name.removesuffix("_ns") in _CLOCKS
+    return name_called(part).removesuffix("_ns") in _CLOCKS
 
 
 def _is_set_by_function(node: ast.expr, frame: Frame) -> bool:

@@ -24,7 +24,7 @@ from .known_values import KnownValues
 from .still_code import StillFrame, frames_of
 from .syntax.accesses import Access, branches_of, sources_of, tests_of, turns_of
 from .syntax.branches import Turn
-from .syntax.effects import ASKS_SHAPE
+from .syntax.effects import ASKS_SHAPE, name_called
 
 # A recording finds the same ones of these, whatever the data.
 _OF_NO_DATA = (
@@ -158,7 +158,7 @@ class MissedBranches:
             return False
         parts = [part for node in turn.by for part in ast.walk(node)]
         of_matrices = torch.linalg.LinAlgError  # type: ignore[attr-defined]
-        if of_matrices in kinds or any(_name_of(part) in _MAY_FAIL for part in parts):
+        if of_matrices in kinds or any(name_called(part) in _MAY_FAIL for part in parts):
             return True
         return not self._fake and any(_has_data(node, frame) for node in turn.by)
 
@@ -220,7 +220,7 @@ def _has_data(node: ast.AST, frame: Frame) -> bool:
     nobody knows whether it follows from one."""
     if isinstance(node, ast.Attribute) and node.attr in _OF_TENSORS:
         return False
-    if isinstance(node, ast.Call) and _name_of(node) in ASKS_SHAPE:
+    if isinstance(node, ast.Call) and name_called(node) in ASKS_SHAPE:
         return False
     if isinstance(node, ast.Name | ast.Attribute):
         value = frame.evaluated(node)
@@ -228,10 +228,3 @@ def _has_data(node: ast.AST, frame: Frame) -> bool:
         if is_number or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter)):
             return True
     return any(_has_data(child, frame) for child in ast.iter_child_nodes(node))
-
-
-def _name_of(node: ast.AST) -> str:
-    """Return the name of the function that a call calls."""
-    if not isinstance(node, ast.Call):
-        return ""
-    return str(getattr(node.func, "id", getattr(node.func, "attr", "")))

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ..syntax.accesses import Access
+from ..syntax.effects import name_called
 from .expressions import Frame
 
 _COUNTS = ("range", "islice")  # functions whose results have as many members as a number says
@@ -36,7 +37,6 @@ class IndexUses:
             key = node.slice
             found = [key.lower, key.upper, key.step] if isinstance(key, ast.Slice) else [key]
         elif isinstance(node, ast.Call):
-            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
-            found = [*node.args] if name in _COUNTS else []
+            found = [*node.args] if name_called(node) in _COUNTS else []
         for part in filter(None, found):
             self._note(frame.evaluated(part), frame.line)

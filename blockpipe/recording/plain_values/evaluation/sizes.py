@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ....restoring.model_state import is_users
 from ..syntax.accesses import Access, accesses_of, sources_of
-from ..syntax.effects import arguments_of
+from ..syntax.effects import arguments_of, name_called
 from .expressions import Frame
 from .members import ALL, UNKNOWN
 
@@ -140,7 +140,7 @@ class Sizes:
 
     def _is_answer(self, call: ast.Call, frame: Frame, surely: bool) -> bool:
         """Whether a call may answer with something that follows from sizes."""
-        name = getattr(call.func, "id", getattr(call.func, "attr", ""))
+        name = name_called(call)
         if name in _ASKS:
             return True
         given = [frame.evaluated(argument) for argument in call.args]

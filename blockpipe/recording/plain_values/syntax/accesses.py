@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from .bindings import assigned, bound, captured, set_to, stored
 from .branches import Turn, tests_in, turns_in
 from .contents import alternatives
-from .effects import ASKS_CHANCE, CHANGES_GIVEN, DOES_BOTH, SETS_TORCHS, WRITES
+from .effects import ASKS_CHANCE, CHANGES_GIVEN, DOES_BOTH, SETS_TORCHS, WRITES, name_called
 from .uses import Use, goes_back, is_function, is_said_in, key_taken, use_of
 
 _OF_ENVIRONMENT = ("getenv", "getenvb")
@@ -85,7 +85,7 @@ def accesses_of(code: types.CodeType) -> Mapping[int, list[Access]]:
     Args:
         code: the code. If its source is not available, there are none.
     """
-    nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
+    nodes = _nodes_of(code)
     found = defaultdict[int, list[Access]](list)
     for instruction in dis.get_instructions(code) if nodes.by_end else ():
         operation = instruction.opname
@@ -127,7 +127,7 @@ def goes_to(code: types.CodeType, offset: int) -> str | None:
     empty text if it is only printed or logged; ``None``: it may go anywhere."""
     line, _, column, _ = next(itertools.islice(code.co_positions(), offset // 2, None))
     where = line or 0, column or 0
-    notes = _nodes_of("".join(linecache.getlines(code.co_filename))).notes
+    notes = _nodes_of(code).notes
     return next((name for begin, end, name in notes if begin <= where < end), None)
 
 
@@ -136,14 +136,14 @@ def container_at(code: types.CodeType, offset: int) -> ast.expr | None:
     if dis.opname[code.co_code[offset]] != "CONTAINS_OP":
         return None
     _, line, _, column = next(itertools.islice(code.co_positions(), offset // 2, None))
-    containers = _nodes_of("".join(linecache.getlines(code.co_filename))).containers
+    containers = _nodes_of(code).containers
     return containers.get((line, column))
 
 
 def tests_of(code: types.CodeType) -> list[ast.expr]:
     """Return the conditions on which a function's code branches."""
-    nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
-    lines = {line for _, _, line in code.co_lines() if line is not None}
+    nodes = _nodes_of(code)
+    lines = _lines_of(code)
     return [test for test in nodes.tests if test.lineno in lines]
 
 
@@ -155,15 +155,15 @@ def turns_of(code: types.CodeType) -> list[ast.expr | ast.stmt]:
 
 def branches_of(code: types.CodeType) -> list[Turn]:
     """Return the loops of a function's code, and the errors that it catches."""
-    nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
-    lines = {line for _, _, line in code.co_lines() if line is not None}
+    nodes = _nodes_of(code)
+    lines = _lines_of(code)
     return [turn for turn in nodes.turns if turn.by[0].lineno in lines]
 
 
 def assignments_of(code: types.CodeType) -> Iterator[tuple[str, ast.expr]]:
     """Yield the local variables that a function's code sets, each with what it is set to."""
-    nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
-    lines = {line for _, _, line in code.co_lines() if line is not None}
+    nodes = _nodes_of(code)
+    lines = _lines_of(code)
     own = {*code.co_varnames[code.co_argcount :], *code.co_cellvars}
     for name, value in nodes.assignments:
         if value.lineno in lines and name in own:
@@ -173,15 +173,15 @@ def assignments_of(code: types.CodeType) -> Iterator[tuple[str, ast.expr]]:
 def captures_of(code: types.CodeType) -> Iterator[tuple[str, ast.expr]]:
     """Yield the names that a function's code binds in any way, each with the expression that the
     value is, or comes out of."""
-    nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
-    lines = {line for _, _, line in code.co_lines() if line is not None}
+    nodes = _nodes_of(code)
+    lines = _lines_of(code)
     yield from ((name, value) for name, value in nodes.captures if value.lineno in lines)
 
 
 def sources_of(code: types.CodeType, name: str) -> list[ast.expr]:
     """Return the expressions that the values of a function's local variable come out of."""
-    nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
-    lines = {line for _, _, line in code.co_lines() if line is not None}
+    nodes = _nodes_of(code)
+    lines = _lines_of(code)
     return [value for known, value in nodes.sources if known == name and value.lineno in lines]
 
 
@@ -190,21 +190,20 @@ def is_by_chance(value: ast.expr, code: types.CodeType) -> bool:
     random number has, or the index of the micro-batch."""
     names = (part.id for part in ast.walk(value) if isinstance(part, ast.Name))
     parts = [value, *(source for name in names for source in sources_of(code, name))]
-    calls = (n.func for part in parts for n in ast.walk(part) if isinstance(n, ast.Call))
-    return any(getattr(f, "id", getattr(f, "attr", "")) in ASKS_CHANCE for f in calls)
+    return any(name_called(node) in ASKS_CHANCE for part in parts for node in ast.walk(part))
 
 
 def contexts_of(code: types.CodeType) -> list[ast.expr]:
     """Return what the ``with`` statements of a function's code enter."""
-    nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
-    lines = {line for _, _, line in code.co_lines() if line is not None}
+    nodes = _nodes_of(code)
+    lines = _lines_of(code)
     return [context for context in nodes.contexts if context.lineno in lines]
 
 
 @functools.lru_cache(1_000)
 def loops_of(code: types.CodeType) -> Sequence[tuple[ast.expr, ast.expr]]:
     """Return the targets of the loops in a function's code, each with what the loop runs over."""
-    nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
+    nodes = _nodes_of(code)
     # By their columns too: a lambda may be on the line of the loop that hands it on.
     begins = {(line, column) for line, _, column, _ in code.co_positions()}
     own = {*code.co_varnames, *code.co_cellvars}
@@ -223,7 +222,7 @@ def loops_of(code: types.CodeType) -> Sequence[tuple[ast.expr, ast.expr]]:
 def calls_of(code: types.CodeType) -> Sequence[ast.Call]:
     """The calls in a function's code."""
     found = []
-    nodes = _nodes_of("".join(linecache.getlines(code.co_filename)))
+    nodes = _nodes_of(code)
     for instruction in dis.get_instructions(code) if nodes.by_end else ():
         if "CALL" in instruction.opname:
             found += [node for node, _ in nodes.of(instruction) if isinstance(node, ast.Call)]
@@ -290,8 +289,16 @@ class _Nodes:
         return [*found, *second[:1]]
 
 
+def _lines_of(code: types.CodeType) -> set[int]:
+    return {line for _, _, line in code.co_lines() if line is not None}
+
+
+def _nodes_of(code: types.CodeType) -> _Nodes:
+    return _nodes_in("".join(linecache.getlines(code.co_filename)))
+
+
 @functools.lru_cache(64)
-def _nodes_of(source: str) -> _Nodes:
+def _nodes_in(source: str) -> _Nodes:
     found = _Nodes(defaultdict(list), defaultdict(list))
     try:
         level: list[tuple[ast.AST, tuple[ast.AST, ...]]] = [(ast.parse(source), ())]
@@ -327,7 +334,7 @@ def _noted_as(node: ast.Expr | ast.Assign) -> str | None:
     if isinstance(node, ast.Expr):
         return "" if is_said_in((node.value, node)) else None
     (target, *others), calls = node.targets, [n for n in ast.walk(node) if isinstance(n, ast.Call)]
-    named = (getattr(call.func, "id", getattr(call.func, "attr", "")) for call in calls)
+    named = map(name_called, calls)
     is_note = isinstance(target, ast.Attribute) and not others and _FORMATS.issuperset(named)
     return target.attr if is_note and isinstance(target, ast.Attribute) else None
 

@@ -143,6 +143,5 @@ def _applied(function: Callable[..., Any] | None, *nodes: ast.expr, evaluate: Ev
 def _is_plain(value: Any) -> bool:
     if type(value) in (list, tuple, torch.Size):
         return all(map(_is_plain, value))
-    return (
-        value.__class__ in _PLAIN
-    )  # a number that remembers what it is asked says that it is an int
+    # A number that remembers what it is asked says that it is an int.
+    return value.__class__ in _PLAIN

@@ -8,6 +8,13 @@ import ast
 import types
 from typing import Any
 
+
+def name_called(node: ast.AST) -> str:
+    """Return the name by which a call calls its function; empty if there is none."""
+    function = node.func if isinstance(node, ast.Call) else None
+    return str(getattr(function, "id", getattr(function, "attr", "")))
+
+
 # Methods of containers, by their effect on the content.
 WRITES = frozenset(
     [

@@ -3,7 +3,7 @@
 import ast
 import enum
 
-from .effects import DOES_BOTH, FILLS, WRITES
+from .effects import DOES_BOTH, FILLS, WRITES, name_called
 
 _READS = frozenset(["get", "keys", "values", "items", "copy", "index", "count", "__getitem__"])
 _TAKES_KEY = ("get", "pop", "setdefault", "move_to_end")
@@ -110,7 +110,4 @@ def is_said_in(outer: tuple[ast.AST, ...]) -> bool:
     """Return whether a value is only printed or logged."""
     if len(outer) < 2 or not isinstance(outer[-1], ast.Expr):
         return False
-    call = outer[-2]
-    function = call.func if isinstance(call, ast.Call) else None
-    name = getattr(function, "id", getattr(function, "attr", ""))
-    return name in _SAYS
+    return name_called(outer[-2]) in _SAYS
