@@ -39,7 +39,7 @@ from .prepared import Prepared, lanes_of
 from .sealed_forwards import SealedForwards
 from .shared_state import CodeKinds, check_shared_memory, check_shared_state, opened_since
 from .step_sizes import StepSizes, asks_sizes, is_plain, sizes_of
-from .watched_values import WatchedValues
+from .watched.watched_values import WatchedValues
 
 MOST_RECORDINGS = 16  # kept of one pipeline: modes, grad modes, several kinds of calls; a guess
 

@@ -175,7 +175,7 @@ class Fingerprint:
         slots = map(children_of, modules)
         self._children = [(names, list(names.values())) for names in slots if names]
         self._held = [
-            (names, key, tensor, tensor.device)
+            (names, key, tensor, tensor.device, tensor.shape, tensor.dtype)
             for m in modules
             for names in (parameters_of(m),)
             for key, tensor in names.items()
@@ -216,8 +216,10 @@ class Fingerprint:
         for now, then in self._children:
             if list(now.values()) != then:
                 return False
-        for names, key, tensor, device in self._held:
+        for names, key, tensor, device, shape, dtype in self._held:
             if names.get(key) is not tensor or tensor.device != device:
+                return False
+            if tensor.dtype is not dtype or tensor.shape != shape:  # by tensor.data = …
                 return False
         return [len(names) for names, _ in self._counts] == [count for _, count in self._counts]
 
@@ -236,16 +238,20 @@ class Fingerprint:
     def asked(self) -> tuple[Any, ...]:
         """Return what else may decide a forward's way, or share values with one: which hooks each
         module has, and all have, and each parameter has; which places hold one object; which
-        parameters need a gradient; and two of torch's settings."""
+        parameters need a gradient; and some of torch's settings."""
         hooks = [_codes_of(hooks) if hooks else () for hooks in self._hooks]
         leaves = [
             (index, _codes_of(hooks))
-            for index, (_, _, tensor, _) in enumerate(self._held)
+            for index, (_, _, tensor, *_) in enumerate(self._held)
             for hooks in (gradient_hooks(tensor), stepping_hooks(tensor))
             if hooks
         ]
-        torchs = torch.get_num_threads(), torch.get_default_dtype()
-        trained = [tensor.requires_grad for _, _, tensor, _ in self._held]
+        torchs = (
+            *(torch.get_num_threads(), torch.get_default_dtype()),
+            *(torch.get_float32_matmul_precision(), torch.is_anomaly_enabled()),
+            torch.are_deterministic_algorithms_enabled(),
+        )
+        trained = [tensor.requires_grad for _, _, tensor, *_ in self._held]
         return (*torchs, *hooks, *leaves, *self._shared_places.pattern(), *trained)
 
 

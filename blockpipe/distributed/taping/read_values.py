@@ -2,7 +2,7 @@
 
 A tape has them as constants, whatever they are: numbers, containers, settings in an object, what a
 hook's closure holds. So they are compared by their contents, as far as that code mentions their
-names. ``preparation/watched_values.py`` was no alternative: it watches what a forward branches on,
+names. ``preparation/watched/`` was no alternative: it watches what a forward branches on,
 which are the plain values that were there when it was recorded.
 """
 
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from ..._common.modules import STATE, OwnHook
 from ..._torch.modules import COMPILED_CALL, forward_hooks_of, forward_pre_hooks_of
-from ...preparation.watched_values import globals_in, is_torchs_variable
+from ...preparation.watched.contents import Contents, is_fixed
+from ...preparation.watched.watched_values import globals_in, is_torchs_variable
 from ...restoring.holders import (
     AttributesHolder,
     ClassHolder,
@@ -28,7 +29,6 @@ from ...restoring.holders import (
     NamesHolder,
 )
 from ...restoring.model_state import holders_read, is_users
-from .contents import Contents, is_fixed
 
 _TORCHS = frozenset([*vars(nn.Module()), "forward", STATE, COMPILED_CALL])
 _DEFAULTS = frozenset(["__defaults__", "__kwdefaults__"])

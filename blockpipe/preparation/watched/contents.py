@@ -14,7 +14,7 @@ import sys
 import threading
 import types
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -55,10 +55,14 @@ class Contents:
     Args:
         names: the names that the code mentions: it reads no other attributes of objects; ``None``:
             it may read any.
+        data: what tensors and arrays are compared by, if not by what they are.
     """
 
-    def __init__(self, names: frozenset[str] | None) -> None:
+    def __init__(
+        self, names: frozenset[str] | None, data: Callable[[Any], Hashable] | None = None
+    ) -> None:
         self._names = names
+        self._data = data
         self._found: dict[int, Any] = {}  # by the id of an object, which the caller keeps alive
         self._depth = 0
 
@@ -75,6 +79,8 @@ class Contents:
             return value
         if isinstance(value, _OPAQUE):
             return _Same(value)
+        if self._data is not None and is_data(value):
+            return self._data(value)
         if isinstance(value, Tensor) and not attributes_of(value):
             return _Same(value)
         found: Hashable = self._found.get(id(value))
@@ -104,8 +110,7 @@ class Contents:
             return self._of_surroundings(value)
         if kind is slice:
             return kind, self._each((value.start, value.stop, value.step))
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and isinstance(value, numpy.ndarray):
+        if is_data(value):
             if value.nbytes > _MOST_BYTES:
                 return _Same(value)
             return kind, str(value.dtype), value.shape, value.tobytes()
@@ -150,6 +155,12 @@ class Contents:
     def _named(self, found: dict[str, Any]) -> tuple[Hashable, ...]:
         names = self._names
         return tuple([(k, self.of(v)) for k, v in found.items() if names is None or k in names])
+
+
+def is_data(value: Any) -> bool:
+    """Whether a value is a tensor, or one of numpy's arrays."""
+    numpy = sys.modules.get("numpy")
+    return isinstance(value, Tensor) or (numpy is not None and isinstance(value, numpy.ndarray))
 
 
 def is_fixed(value: Any) -> bool:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import blockpipe as bp
 from blockpipe.errors import StateError
 
-from ..parity import assert_same_gradients, plain_step
-from ..stage_devices import assert_close, stages
+from ...parity import assert_same_gradients, plain_step
+from ...stage_devices import assert_close, stages
 
 STACK = [1.0]
 Ask = Callable[["Gated"], object]

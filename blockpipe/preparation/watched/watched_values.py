@@ -11,28 +11,27 @@ step makes the same comparisons again. A float with such an integer on its right
 self.step``) computes a plain number, because Python does not call the integer's methods there. A
 recording that was given the number itself (``f"{self.step}"``) holds for that one value.
 
-A function counts as a value too, and so does the class of a user's object: ``net.activation =
-clipped`` and ``net.strategy = Distill()`` choose what runs.
+Other objects count as well: ``seen`` says what of them is compared.
 """
 
 import dis
-import enum
 import functools
 import operator
 import os
-import sys
 import types
-from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
 
-from .._common.modules import STATE
-from .._torch.modules import COMPILED_CALL
-from ..restoring.holders import (
+from ..._common.modules import STATE
+from ..._torch.modules import COMPILED_CALL
+from ...restoring.holders import (
     ClassHolder,
     ContentHolder,
     DictHolder,
@@ -42,23 +41,31 @@ from ..restoring.holders import (
     SequenceHolder,
     SetHolder,
     SlotsHolder,
-    content_of_cell,
 )
-from ..restoring.model_state import holders_read, is_users
+from ...restoring.model_state import ModelState, holders_read, is_users
+from .contents import is_data
+from .seen import (
+    MOST_IN_ORDER,
+    UNSET,
+    Code,
+    Held,
+    content,
+    is_object_of_before,
+    is_plain,
+    is_same,
+    label,
+    seen,
+)
 from .watched_numbers import Asked, Questions, Where, answer, watched
 
 MOST_VALUES = 2_000  # the nearest ones; they are compared before and after each step
 _MOST_MEMBERS = 256  # of a dictionary; a larger one is probably a vocabulary
-_MOST_IN_ORDER = 32  # of a list, a tuple or a set
 _MOST_RETURNS = 8  # distinct values of one place; one with more is a counter or a clock
 _STEPS = 2  # the steps that show which values the forward itself sets
 _MOST_NEW = 4  # names that may be added to or removed from one object
 _TORCHS = frozenset(vars(nn.Module()))  # attributes of every module
 _CODE = ("forward", STATE, COMPILED_CALL)  # a module's: Fingerprint compares it, or ours
-_MOST_NESTED = 3  # functions in the closure of a function
-_UNSET = object()
 _SWITCHES = {bool, type(None)}
-_PLAIN = frozenset([bool, int, float, str, bytes, type(None), type(_UNSET)])
 
 
 @dataclass
@@ -68,6 +75,8 @@ class _Place:
     holder: Holder  # keeps its object alive, so that no other one gets its id
     key: Hashable
     labels: set[Hashable] = field(default_factory=set)
+    latest: Any = UNSET  # the object that was here, as it was when it came
+    content: Hashable = None
 
     def value(self) -> Any:
         if isinstance(self.holder, SetHolder):
@@ -76,7 +85,16 @@ class _Place:
         try:
             return dict(self.holder.now())[self.key] if space is None else space[self.key]
         except LookupError:
-            return _UNSET
+            return UNSET
+
+    def label(self) -> Hashable:
+        """Return the part of a key for what is here now."""
+        value = self.value()
+        if is_plain(value) or is_data(value):
+            self.latest, self.content = UNSET, None
+        elif value is not self.latest:
+            self.latest, self.content = value, content(value)
+        return label(seen(value)), self.content
 
 
 class WatchedValues:
@@ -88,62 +106,82 @@ class WatchedValues:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._modules: set[int] = set()  # by id
-        self._holders: list[Holder] = []
-        self._members: list[dict[Hashable, Any]] = []  # each holder's plain members
-        self._reads: list[Callable[[Any], tuple[Any, ...]]] = []  # of members, by holder
-        self._spaces: list[Any] = []
-        self._sized: list[Any] = []  # the spaces of holders that may get other names
-        self._values = self._now()
-        self._own: set[Where] = set()  # the places that the forward itself sets
-        self._steps = 0  # since the last look_around()
+        self._modules: dict[int, nn.Module] = {}  # by id
+        self._torchs: set[int] = set()  # the dictionaries of modules, by id
+        self._forget()
         self._places: dict[Where, _Place] = {}  # the places whose values have changed
         self._questions = Questions()
         self._came: Counter[int] = Counter()  # by object, the names that were added or removed
+        self._replaced: Counter[Where] = Counter()  # by place, the objects that were looked into
         self._has_turned = False
+
+    def _forget(self) -> None:
+        self._holders: list[Holder] = []
+        self._members: list[dict[Hashable, Any]] = []  # what is seen of each holder's
+        self._reads: list[_Read] = []  # of members, by holder
+        self._spaces: list[Any] = []
+        self._sized: list[Any] = []  # the spaces of holders that may get other names
+        self._known = set[Any]()  # spaces with a name in them that a holder has
+        self._own: set[Where] = set()  # the places that the forward itself sets
+        self._steps = 0  # since the last look_around()
+        self._count = 0  # of plain values
+        self._values = self._now()
 
     def look_around(self) -> None:
         """Find the values that a forward may read; called before a recording."""
-        modules = list(self._model.modules())
-        self._modules = {id(module) for module in modules}
-        torchs = {id(v) for module in modules for k, v in vars(module).items() if k in _TORCHS}
-        self._holders, self._members, count, seen = [], [], 0, set[Any]()
-        self._own, self._steps = set(), 0
-        for holder in holders_read(self._model):
-            if id(holder.owner) in torchs or not _is_read(holder):
+        self._modules = {id(module): module for module in self._model.modules()}
+        self._torchs = {
+            id(value)
+            for module in self._modules.values()
+            for key, value in vars(module).items()
+            if key in _TORCHS and (key != "_buffers" or not is_users(type(module).__module__))
+        }
+        self._forget()
+        self._take(holders_read(self._model))
+        self._values = self._now()
+
+    def _take(self, holders: Iterable[Holder]) -> None:
+        """Watch more objects, as they are now."""
+        for holder in holders:
+            if id(holder.owner) in self._torchs or not _is_read(holder):
                 continue
             members = {
                 key: value
                 for key, value in self._members_of(holder).items()
-                if (holder.space_id(), key) not in seen
+                if (holder.space_id(), key) not in self._known
             }
             if not members and not _may_fill(holder):
                 continue
-            seen.update((holder.space_id(), key) for key in members)
-            count += sum(type(value) is not _Code for value in members.values())
-            if count > MOST_VALUES:
+            self._known.update((holder.space_id(), key) for key in members)
+            self._count += sum(not isinstance(value, Code | Held) for value in members.values())
+            if self._count > MOST_VALUES:
                 break
+            space = holder.namespace()
             self._holders.append(holder)
             self._members.append(members)
-        spaces = [holder.namespace() for holder in self._holders]
-        self._spaces = [() if space is None else space for space in spaces]
-        self._sized = [
-            s if _has_names(h) else () for h, s in zip(self._holders, spaces, strict=True)
-        ]
-        self._reads = [*map(_reader, self._holders, self._members)]
-        self._values = self._now()
+            self._spaces.append(() if space is None else space)
+            self._sized.append(space if space is not None and _has_names(holder) else ())
+            self._reads.append(_reader(holder, members))
+
+    def _look_into(self, where: Where, value: Any) -> None:
+        """Watch what an object leads to that has come since the last recording."""
+        if self._replaced[where] < _MOST_RETURNS:
+            self._replaced[where] += 1
+            others = () if isinstance(value, nn.Module) else (value,)
+            self._take(ModelState(values=False, contents=False, others=others).holders)
 
     def _members_of(self, holder: Holder) -> dict[Hashable, Any]:
-        found, owner = _plain_members(holder), holder.owner
+        found, owner = _seen_members(holder), holder.owner
         if owner is os.environ:
             return {key: value for key, value in found.items() if not is_torchs_variable(key)}
         if id(owner) not in self._modules:
             return found
         return {k: value for k, value in found.items() if not _is_known(owner, k, value)}
 
-    def _now(self) -> tuple[list[int], list[Any]]:
+    def _now(self) -> "_Values":
         # Most steps do no more than this: a few loops that Python runs in C.
-        return [*map(len, self._sized)], [*map(operator.call, self._reads, self._spaces)]
+        found = [*map(operator.call, self._reads, self._spaces)]
+        return [*map(len, self._sized)], [one for one, _ in found], [other for _, other in found]
 
     def has_turned(self) -> bool:
         """Return whether, since the last call, a value has changed for the first time. The keys of
@@ -165,33 +203,47 @@ class WatchedValues:
             self._look(by_forward=True)
 
     def _look(self, *, by_forward: bool) -> None:
-        now = None
+        is_first = by_forward or self._steps < _STEPS  # and which object it is, counts
         try:
             now = self._now()
-            if now == self._values:
-                return
-            pairs = zip(now, self._values, strict=True)
-            same = [*map(operator.and_, *(map(operator.eq, *pair) for pair in pairs))]
-        except Exception:  # a name was removed, or a new value cannot be compared
+        except LookupError:  # a name was removed
             same = [False] * len(self._holders)
-        for index, holder in enumerate(self._holders):
-            if not same[index]:
-                self._compare(index, holder, by_forward=by_forward)
-        self._values = self._now() if now is None else now
+        else:
+            if not is_first and _are_same(now, self._values):
+                return
+            pairs = zip(zip(*now, strict=True), zip(*self._values, strict=True), strict=True)
+            same = [
+                one[0] == other[0]
+                and len(one[1]) == len(other[1])
+                and all(map(is_, one[1], other[1]))
+                and one[2] == other[2]
+                and not (is_first and one[2])
+                for one, other in pairs
+            ]
+        for index in [index for index, is_alike in enumerate(same) if not is_alike]:
+            self._compare(index, self._holders[index], by_forward=by_forward)
+        self._values = self._now()
 
     def _compare(self, index: int, holder: Holder, *, by_forward: bool) -> None:
         before, members = self._members[index], self._members_of(holder)
         names = before.keys() | members.keys() if _has_names(holder) else before.keys()
         for key in names:
-            then, value = before.get(key, _UNSET), members.get(key, _UNSET)
-            if _is_same(then, value):
-                continue
-            if by_forward and not {type(then), type(value)} <= _SWITCHES:
-                self._own.add((holder.space_id(), key))
-            else:
-                self._turn(holder, key, is_new=then is _UNSET or value is _UNSET)
+            then, value = before.get(key, UNSET), members.get(key, UNSET)
+            where = holder.space_id(), key
+            if by_forward:
+                is_default = then is UNSET and isinstance(holder.owner, defaultdict)
+                is_switch = {type(then), type(value)} <= _SWITCHES
+                if is_object_of_before(then, value) or is_default:
+                    continue
+                if not is_switch:
+                    self._own.add(where)
+                    continue
+            if not is_same(then, value):
+                self._turn(holder, key, is_new=then is UNSET or value is UNSET)
+            elif isinstance(value, Held) and not is_object_of_before(then, value):
+                self._look_into(where, value.value)
         members = {key: members[key] for key in members if key in names}
-        if members.keys() != before.keys() or _has_code(members) != _has_code(before):
+        if members.keys() != before.keys() or _looked_at(members) != _looked_at(before):
             self._reads[index] = _reader(holder, members)
         self._members[index] = members
 
@@ -209,21 +261,18 @@ class WatchedValues:
     def known_by(self) -> tuple[Hashable, ...]:
         """Return the key of a recording: the values that have ever changed."""
         self._questions.step_begins()
-        labels = []
-        for place in self._places.values():
+        labels, are_others = [], False
+        for where, place in self._places.items():
             if len(place.labels) <= _MOST_RETURNS:
-                label = _label(_seen(place.value()))
-                place.labels.add(label)
-                labels.append(label)
+                latest, found = place.latest, place.label()
+                if place.latest is not latest and place.latest is not UNSET:
+                    self._look_into(where, place.latest)
+                    are_others = True
+                place.labels.add(found)
+                labels.append(found)
+        if are_others:
+            self._values = self._now()
         return tuple(labels)
-
-    def turned(self) -> list[tuple[Holder, Hashable, Hashable]]:
-        """Return where values have ever changed, and what is there now: a number with its value."""
-        return [
-            (place.holder, place.key, (type(value), value))
-            for place in self._places.values()
-            for value in (_seen(place.value()),)
-        ]
 
     def holds(self, asked: Asked) -> bool:
         """Return whether a recording's questions about numbers have the same answers now."""
@@ -283,14 +332,14 @@ def _is_known(module: nn.Module, key: Hashable, value: Any) -> bool:
     """Whether a module's attribute is torch's, or compared elsewhere (:class:`Fingerprint`). On
     torch's own layers, users set only numbers."""
     is_layers = type(module).__module__.startswith("torch.nn.")
-    is_torchs = key in _TORCHS or (is_layers and type(value) not in (int, float, _Code))
+    is_torchs = key in _TORCHS or (is_layers and type(value) not in (int, float, Code))
     is_ours = str(key).startswith("_blockpipe_") or key in _CODE
     return type(value) in (bool, str) or is_torchs or is_ours
 
 
 def _has_names(holder: Holder) -> bool:
     """Whether other names may be added to the object between steps."""
-    return isinstance(holder, DictHolder | ClassHolder)
+    return isinstance(holder, DictHolder | ClassHolder | SlotsHolder)
 
 
 def _may_fill(holder: Holder) -> bool:
@@ -299,12 +348,12 @@ def _may_fill(holder: Holder) -> bool:
     return _has_names(holder) and not isinstance(holder.owner, types.FunctionType | Tensor)
 
 
-def _plain_members(holder: Holder) -> dict[Hashable, Any]:
+def _seen_members(holder: Holder) -> dict[Hashable, Any]:
     if isinstance(holder, SetHolder):
         found = _frozen(holder)
         return {} if found is None else {None: found}
     if isinstance(holder, DictHolder | SequenceHolder):
-        most = _MOST_MEMBERS if isinstance(holder, DictHolder) else _MOST_IN_ORDER
+        most = _MOST_MEMBERS if isinstance(holder, DictHolder) else MOST_IN_ORDER
         if len(holder.namespace()) > most:
             return {}
     members = dict(holder.now())
@@ -313,64 +362,14 @@ def _plain_members(holder: Holder) -> dict[Hashable, Any]:
         names -= {"__defaults__", "__kwdefaults__"}
     if isinstance(holder, NamesHolder) and holder.namespace() is holder.owner.__globals__:
         names &= globals_in(holder.owner.__code__)
-    seen = ((key, _seen(value)) for key, value in members.items() if key in names)
-    return {key: value for key, value in seen if value is not _UNSET}
-
-
-class _Code(tuple[Any, ...]):
-    """The code of a function, or of a user's object. It keeps no object alive."""
-
-    __slots__ = ()
-
-
-def _has_code(members: dict[Hashable, Any]) -> bool:
-    return any(type(value) is _Code for value in members.values())
-
-
-def _seen(value: Any, depth: int = 0) -> Any:
-    """Return the part of a value that is compared: a plain value itself, the code of a function
-    and of those in its closure, or the class of a user's object; otherwise ``_UNSET``."""
-    if _is_plain(value):
-        return value
-    kind = type(value)
-    if kind in (staticmethod, classmethod):
-        value, kind = value.__func__, type(value.__func__)
-    if kind is property:
-        return _seen(value.fget, depth)
-    if kind is types.MethodType:
-        return _Code((_seen(value.__func__, depth), type(value.__self__)))
-    if kind is functools.partial:
-        return _Code((kind, _seen(value.func, depth)))
-    if kind is types.FunctionType:
-        inner: Iterator[Any] = iter(())
-        if value.__closure__ and depth < _MOST_NESTED:
-            inner = (_seen(content_of_cell(cell), depth + 1) for cell in value.__closure__)
-        return _Code((value.__code__, *(code for code in inner if type(code) is _Code)))
-    if kind is types.BuiltinFunctionType or isinstance(value, type):
-        return _Code((value,))
-    is_object = not issubclass(kind, nn.Module | Tensor) and _is_users_module(kind.__module__)
-    return _Code((kind,)) if is_object else _UNSET
-
-
-_is_users_module = functools.lru_cache(1_000)(is_users)
+    return {key: seen(value) for key, value in members.items() if key in names}
 
 
 def _frozen(holder: Holder) -> frozenset[Any] | None:
     """Return the members of a small set of plain values; ``None`` for any other set."""
     members = [member for _, member in holder.now()]
-    few = len(members) <= _MOST_IN_ORDER
-    return frozenset(members) if few and all(map(_is_plain, members)) else None
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) in _PLAIN or isinstance(value, enum.Enum) or _is_numpys(value):
-        return True
-    return type(value) is tuple and len(value) <= _MOST_IN_ORDER and all(map(_is_plain, value))
-
-
-def _is_numpys(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.generic)
+    few = len(members) <= MOST_IN_ORDER
+    return frozenset(members) if few and all(map(is_plain, members)) else None
 
 
 @functools.lru_cache(1_000)
@@ -385,34 +384,56 @@ def globals_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(found)
 
 
-def _reader(holder: Holder, members: dict[Hashable, Any]) -> Callable[[Any], tuple[Any, ...]]:
+# What is read of an object: values that are the same as long as they are one object, and what is
+# seen of others.
+_Read = Callable[[Any], tuple[tuple[Any, ...], tuple[Any, ...]]]
+_Values = tuple[list[int], list[tuple[Any, ...]], list[tuple[Any, ...]]]
+
+
+def _are_same(now: _Values, then: _Values) -> bool:
+    return (
+        now[0] == then[0]
+        and [*map(len, now[1])] == [*map(len, then[1])]
+        and all(map(is_, chain.from_iterable(now[1]), chain.from_iterable(then[1])))
+        and now[2] == then[2]
+    )
+
+
+def _reader(holder: Holder, members: dict[Hashable, Any]) -> _Read:
     """Return a function that reads the values of these names from the holder's namespace."""
-    keys = tuple(members)
+    looked_at = _looked_at(members)
+    others = [key for key in members if key not in looked_at]
     if isinstance(holder, SetHolder):
-        return lambda _: (_frozen(holder),)
+        return lambda _: ((), (_frozen(holder),))
+    if holder.namespace() is None:
+        if isinstance(holder, SlotsHolder) and not looked_at:
+            return lambda _: (tuple(chain.from_iterable(holder.now())), ())
+        return lambda _: _read_of(dict(holder.now()), others, looked_at)
+    plain, code = _getter(others), _getter(looked_at)
+    if not looked_at:
+        return lambda space: (plain(space), ())
+    return lambda space: (plain(space), tuple(map(seen, code(space))))
+
+
+def _read_of(
+    found: dict[Any, Any], others: list[Hashable], looked_at: list[Hashable]
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    raw = (*found, *map(found.__getitem__, others))
+    return raw, tuple(map(seen, map(found.__getitem__, looked_at)))
+
+
+def _looked_at(members: dict[Hashable, Any]) -> list[Hashable]:
+    """Return the names of values of which another part may be seen although they are the same."""
+    return [key for key, value in members.items() if isinstance(value, Code)]
+
+
+def _getter(keys: list[Hashable]) -> Callable[[Any], tuple[Any, ...]]:
+    """Return a function that reads names from a namespace."""
     if not keys:
         return lambda _: ()
-    if holder.namespace() is None:
-        if not _has_code(members):
-            return lambda _: tuple(map(dict(holder.now()).__getitem__, keys))
-        return lambda _: tuple(map(_seen, map(dict(holder.now()).__getitem__, keys)))
-    read = operator.itemgetter(*keys, keys[0])  # one key twice, for a tuple even of one
-    return (lambda space: (*map(_seen, read(space)),)) if _has_code(members) else read
+    return operator.itemgetter(*keys, keys[0])  # one key twice, for a tuple even of one
 
 
 def is_torchs_variable(variable: Hashable) -> bool:
     """Return whether torch itself sets an environment variable, when a part of it is first used."""
     return isinstance(variable, bytes) and variable.startswith((b"TORCH", b"PYTORCH"))
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and bool(one == other))
-
-
-def _label(value: Any) -> Hashable:
-    """Return a value's part of the key. For a number that is its type; comparisons do the rest."""
-    kind = type(value)
-    if kind is tuple:
-        return tuple(map(_label, value))
-    is_known = kind in (frozenset, _Code) or (kind not in (int, float) and _is_plain(value))
-    return (kind, value) if is_known else (kind,)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from blockpipe.distributed.taping.contents import Contents
+from blockpipe.preparation.watched.contents import Contents
 
 
 class Settings:

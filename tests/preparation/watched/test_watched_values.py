@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 import blockpipe as bp
 from blockpipe.errors import StateError
-from blockpipe.preparation.watched_values import WatchedValues
+from blockpipe.preparation.watched.watched_values import WatchedValues
 
-from ..parity import assert_same_gradients, plain_step
-from ..stage_devices import assert_close, stages
+from ...parity import assert_same_gradients, plain_step
+from ...stage_devices import assert_close, stages
 
 
 class Counted(nn.Module):

@@ -1,0 +1,177 @@
+"""Which part of a value is compared between steps.
+
+A plain value is compared itself. A function counts by its code, and so does the class of a user's
+object: ``net.activation = clipped`` and ``net.strategy = Distill()`` choose what runs. The values
+of a tensor are data, but code may ask for its shape. Any other object is the same as long as it is
+one object; another one is, if its content is.
+"""
+
+import contextvars
+import enum
+import functools
+import logging
+import sys
+import types
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...restoring.holders import content_of_cell
+from ...restoring.model_state import is_users
+from .contents import Contents, is_data
+
+MOST_IN_ORDER = 32  # of a list, a tuple or a set
+UNSET = object()
+_MOST_NESTED = 3  # functions in the closure of a function
+_PLAIN = frozenset(
+    [
+        *(bool, int, float, complex, str, bytes, type(None), type(UNSET), range, torch.Size),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    ]
+)
+_BY_DATA = (contextvars.ContextVar, logging.Logger)
+
+
+class Code(tuple[Any, ...]):
+    """The code of a function, or of a user's object, or what else may be another one although the
+    object is the same."""
+
+    __slots__ = ()
+
+
+class Described(Code):
+    """What code may ask of a tensor or an array, beside its values.
+
+    Attributes:
+        one: the id of that which is described.
+    """
+
+    one: int
+
+
+class Held:
+    """An object that is compared by what it is, and only then by its content."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Held):
+            return False
+        return other.value is self.value or content(other.value) == content(self.value)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def seen(value: Any, depth: int = 0) -> Any:
+    """Return the part of a value that is compared."""
+    if is_plain(value):
+        return value
+    kind = type(value)
+    if is_data(value):
+        return _described(value)
+    if isinstance(value, nn.Module):
+        return Held(value)
+    if kind in (staticmethod, classmethod):
+        value, kind = value.__func__, type(value.__func__)
+    if kind is property:
+        return seen(value.fget, depth)
+    if kind is types.MethodType:
+        return Code((seen(value.__func__, depth), type(value.__self__), Held(value.__self__)))
+    if kind is functools.partial:
+        return Code((kind, seen(value.func, depth), Held(value)))
+    if kind is types.FunctionType:
+        return _function(value, depth)
+    if kind is types.BuiltinFunctionType or isinstance(value, type):
+        return Code((value,))
+    if isinstance(value, contextvars.ContextVar):
+        return Code((Held(value), seen(value.get(UNSET), depth)))
+    if isinstance(value, logging.Logger):
+        return Code((Held(value), value.level, value.disabled))
+    return Code((kind, Held(value))) if _is_users_module(kind.__module__) else Held(value)
+
+
+def _function(function: types.FunctionType, depth: int) -> Code:
+    inner: Iterator[Any] = iter(())
+    if function.__closure__ and depth < _MOST_NESTED:
+        inner = (seen(content_of_cell(cell), depth + 1) for cell in function.__closure__)
+    of_code = [code for code in inner if type(code) is Code]
+    if not is_users(function.__module__):
+        return Code((function.__code__, *of_code))
+    given = [value for value in (function.__defaults__, function.__kwdefaults__) if value]
+    held = [function, *given] if function.__closure__ else given
+    return Code((function.__code__, *of_code, *map(Held, held)))
+
+
+def _described(data: Any) -> Described:
+    if not isinstance(data, Tensor):
+        described = Described((type(data), data.dtype.str, data.shape))
+    else:
+        strides = data.stride() if data.layout is torch.strided and not data.is_nested else ()
+        shape = () if data.is_nested else (*data.shape,)
+        how = data.dtype, data.layout, data.requires_grad
+        described = Described((type(data), shape, strides, *how))
+    described.one = id(data)
+    return described
+
+
+def content(value: Any) -> Hashable:
+    """Return the content of a container or an object, without the values of tensors."""
+    return Contents(None, data=_described).of(value)
+
+
+_is_users_module = functools.lru_cache(1_000)(is_users)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is compared itself: a number, a text, and the like, or a tuple of them."""
+    if type(value) in _PLAIN or isinstance(value, enum.Enum) or _is_numpys(value):
+        return True
+    if type(value) is slice:
+        return all(map(is_plain, (value.start, value.stop, value.step)))
+    is_in_order = type(value) in (tuple, frozenset) and len(value) <= MOST_IN_ORDER
+    return is_in_order and all(map(is_plain, value))
+
+
+def _is_numpys(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.generic)
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two values are the same to code that reads them: 1 is no True."""
+    if one is other or type(one) is not type(other):
+        return one is other
+    if type(one) is tuple:
+        return len(one) == len(other) and all(map(is_same, one, other))
+    return bool(one == other)
+
+
+def is_object_of_before(one: Any, other: Any) -> bool:
+    """Whether what two values are seen of is one object."""
+    if isinstance(one, Held) and isinstance(other, Held):
+        return one.value is other.value
+    if isinstance(one, Described) and isinstance(other, Described):
+        return one.one == other.one
+    return is_same(one, other)
+
+
+def label(value: Any) -> Hashable:
+    """Return the part of a key for what is seen of a value, without the content of objects. For a
+    number that is its type: comparisons do the rest."""
+    kind = type(value)
+    if kind is tuple:
+        return tuple(map(label, value))
+    if kind is slice:
+        return kind, label(value.start), label(value.stop), label(value.step)
+    if kind is Code:
+        parts = (type(part) if isinstance(part, Held) else part for part in value)
+        return kind, tuple(label(part) if type(part) is Code else part for part in parts)
+    if isinstance(value, Held):
+        return (kind,)
+    is_known = kind is Described or (kind not in (int, float) and is_plain(value))
+    return (kind, value) if is_known else (kind,)
