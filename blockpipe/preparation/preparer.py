@@ -327,7 +327,7 @@ class Preparer:
         Comparisons of numbers that change between steps are, with their answers: those of the
         recording that fits."""
         shape = tuple(
-            (leaf.dtype, leaf.dim(), leaf.requires_grad)
+            (leaf.dtype, leaf.layout, leaf.dim(), leaf.requires_grad)
             if isinstance(leaf, Tensor)
             else (type(leaf), leaf if is_plain(leaf) else None)
             for leaf in leaves((batch.args, batch.kwargs))

@@ -96,6 +96,9 @@ class Contents:
         return found
 
     def _looked_into(self, value: Any, kind: type) -> Hashable:
+        if isinstance(value, int | float | complex | str | bytes):
+            base = next(base for base in kind.__mro__ if base in _PLAIN)
+            return kind, base(value), self._attributes(value)
         if isinstance(value, dict | list | tuple | set | frozenset | deque):
             return kind, self._members(value), self._attributes(value)
         if kind is types.FunctionType:

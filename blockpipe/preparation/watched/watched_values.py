@@ -213,12 +213,7 @@ class WatchedValues:
                 return
             pairs = zip(zip(*now, strict=True), zip(*self._values, strict=True), strict=True)
             same = [
-                one[0] == other[0]
-                and len(one[1]) == len(other[1])
-                and all(map(is_, one[1], other[1]))
-                and one[2] == other[2]
-                and not (is_first and one[2])
-                for one, other in pairs
+                not (is_first and one[2]) and _is_same_object(one, other) for one, other in pairs
             ]
         for index in [index for index, is_alike in enumerate(same) if not is_alike]:
             self._compare(index, self._holders[index], by_forward=by_forward)
@@ -388,6 +383,14 @@ def globals_in(code: types.CodeType) -> frozenset[str]:
 # seen of others.
 _Read = Callable[[Any], tuple[tuple[Any, ...], tuple[Any, ...]]]
 _Values = tuple[list[int], list[tuple[Any, ...]], list[tuple[Any, ...]]]
+
+
+def _is_same_object(now: tuple[Any, ...], then: tuple[Any, ...]) -> bool:
+    """Whether one object has as many names as before, with the same values."""
+    (size, values, looked_at), (size_then, values_then, looked_at_then) = now, then
+    if size != size_then or len(values) != len(values_then):
+        return False
+    return all(map(is_, values, values_then)) and bool(looked_at == looked_at_then)
 
 
 def _are_same(now: _Values, then: _Values) -> bool:

@@ -172,13 +172,14 @@ class _Group:
 
     def finds_no_change(self) -> bool:
         """Return whether all dictionaries are as they were."""
-        return (
-            [*map(dict.__len__, self._found)] == self._lengths
-            and all(map(is_, map(vars, self._modules), self._of_modules))
-            and all(map(is_, chain.from_iterable(map(dict.values, self._found)), self._values))
-            and all(map(is_, chain.from_iterable(map(dict.__iter__, self._found)), self._keys))
-            and [*map(len, self._hooks)] == self._counts
-        )
+        found = self._found
+        if [*map(dict.__len__, found)] != self._lengths:
+            return False
+        if not all(map(is_, map(vars, self._modules), self._of_modules)):
+            return False
+        is_same = all(map(is_, chain.from_iterable(map(dict.values, found)), self._values))
+        has_same_keys = all(map(is_, chain.from_iterable(map(dict.__iter__, found)), self._keys))
+        return is_same and has_same_keys and [*map(len, self._hooks)] == self._counts
 
 
 class _Glance:
