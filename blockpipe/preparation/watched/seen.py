@@ -51,7 +51,7 @@ class Described(Code):
     one: int
 
 
-class Held:
+class Itself:
     """An object that is compared by what it is, and only then by its content."""
 
     __slots__ = ("value",)
@@ -60,7 +60,7 @@ class Held:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Held):
+        if not isinstance(other, Itself):
             return False
         return other.value is self.value or content(other.value) == content(self.value)
 
@@ -75,24 +75,24 @@ def seen(value: Any, depth: int = 0) -> Any:
     if is_data(value):
         return _described(value)
     if isinstance(value, nn.Module):
-        return Held(value)
+        return Itself(value)
     if kind in (staticmethod, classmethod):
         value, kind = value.__func__, type(value.__func__)
     if kind is property:
         return seen(value.fget, depth)
     if kind is types.MethodType:
-        return Code((seen(value.__func__, depth), type(value.__self__), Held(value.__self__)))
+        return Code((seen(value.__func__, depth), type(value.__self__), Itself(value.__self__)))
     if kind is functools.partial:
-        return Code((kind, seen(value.func, depth), Held(value)))
+        return Code((kind, seen(value.func, depth), Itself(value)))
     if kind is types.FunctionType:
         return _function(value, depth)
     if kind is types.BuiltinFunctionType or isinstance(value, type):
         return Code((value,))
     if isinstance(value, contextvars.ContextVar):
-        return Code((Held(value), seen(value.get(UNSET), depth)))
+        return Code((Itself(value), seen(value.get(UNSET), depth)))
     if isinstance(value, logging.Logger):
-        return Code((Held(value), value.level, value.disabled))
-    return Code((kind, Held(value))) if _is_users_module(kind.__module__) else Held(value)
+        return Code((Itself(value), value.level, value.disabled))
+    return Code((kind, Itself(value))) if _is_users_module(kind.__module__) else Itself(value)
 
 
 def _function(function: types.FunctionType, depth: int) -> Code:
@@ -104,7 +104,7 @@ def _function(function: types.FunctionType, depth: int) -> Code:
         return Code((function.__code__, *of_code))
     given = [value for value in (function.__defaults__, function.__kwdefaults__) if value]
     held = [function, *given] if function.__closure__ else given
-    return Code((function.__code__, *of_code, *map(Held, held)))
+    return Code((function.__code__, *of_code, *map(Itself, held)))
 
 
 def _described(data: Any) -> Described:
@@ -153,7 +153,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 def is_object_of_before(one: Any, other: Any) -> bool:
     """Whether what two values are seen of is one object."""
-    if isinstance(one, Held) and isinstance(other, Held):
+    if isinstance(one, Itself) and isinstance(other, Itself):
         return one.value is other.value
     if isinstance(one, Described) and isinstance(other, Described):
         return one.one == other.one
@@ -169,9 +169,9 @@ def label(value: Any) -> Hashable:
     if kind is slice:
         return kind, label(value.start), label(value.stop), label(value.step)
     if kind is Code:
-        parts = (type(part) if isinstance(part, Held) else part for part in value)
+        parts = (type(part) if isinstance(part, Itself) else part for part in value)
         return kind, tuple(label(part) if type(part) is Code else part for part in parts)
-    if isinstance(value, Held):
+    if isinstance(value, Itself):
         return (kind,)
     is_known = kind is Described or (kind not in (int, float) and is_plain(value))
     return (kind, value) if is_known else (kind,)

@@ -30,7 +30,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..._common.modules import STATE
-from ..._torch.modules import COMPILED_CALL
+from ..._torch.modules import COMPILED_CALL, buffers_of
 from ...restoring.holders import (
     ClassHolder,
     ContentHolder,
@@ -48,7 +48,7 @@ from .seen import (
     MOST_IN_ORDER,
     UNSET,
     Code,
-    Held,
+    Itself,
     content,
     is_object_of_before,
     is_plain,
@@ -130,12 +130,10 @@ class WatchedValues:
     def look_around(self) -> None:
         """Find the values that a forward may read; called before a recording."""
         self._modules = {id(module): module for module in self._model.modules()}
-        self._torchs = {
-            id(value)
-            for module in self._modules.values()
-            for key, value in vars(module).items()
-            if key in _TORCHS and (key != "_buffers" or not is_users(type(module).__module__))
-        }
+        of_torch = (vars(module).items() for module in self._modules.values())
+        self._torchs = {id(value) for own in of_torch for key, value in own if key in _TORCHS}
+        users = (m for m in self._modules.values() if is_users(type(m).__module__))
+        self._torchs -= {id(buffers_of(module)) for module in users}
         self._forget()
         self._take(holders_read(self._model))
         self._values = self._now()
@@ -153,7 +151,7 @@ class WatchedValues:
             if not members and not _may_fill(holder):
                 continue
             self._known.update((holder.space_id(), key) for key in members)
-            self._count += sum(not isinstance(value, Code | Held) for value in members.values())
+            self._count += sum(not isinstance(value, Code | Itself) for value in members.values())
             if self._count > MOST_VALUES:
                 break
             space = holder.namespace()
@@ -235,7 +233,7 @@ class WatchedValues:
                     continue
             if not is_same(then, value):
                 self._turn(holder, key, is_new=then is UNSET or value is UNSET)
-            elif isinstance(value, Held) and not is_object_of_before(then, value):
+            elif isinstance(value, Itself) and not is_object_of_before(then, value):
                 self._look_into(where, value.value)
         members = {key: members[key] for key in members if key in names}
         if members.keys() != before.keys() or _looked_at(members) != _looked_at(before):
