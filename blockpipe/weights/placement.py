@@ -175,12 +175,14 @@ class Fingerprint:
         slots = map(children_of, modules)
         self._children = [(names, list(names.values())) for names in slots if names]
         self._held = [
-            (names, key, tensor, tensor.device, tensor.shape, tensor.dtype)
+            (names, key, tensor, tensor.device)
             for m in modules
             for names in (parameters_of(m),)
             for key, tensor in names.items()
             if tensor is not None
         ]
+        self._tensors = [tensor for _, _, tensor, _ in self._held]
+        self._shapes = _shapes_of(self._tensors)
         self._counts = [(parameters_of(m), len(parameters_of(m))) for m in modules]
         hooks = (hooks_of(m) for m in modules for hooks_of in _HOOKS)
         self._hooks = [*hooks, *hooks_of_all_modules()]
@@ -216,11 +218,11 @@ class Fingerprint:
         for now, then in self._children:
             if list(now.values()) != then:
                 return False
-        for names, key, tensor, device, shape, dtype in self._held:
+        for names, key, tensor, device in self._held:
             if names.get(key) is not tensor or tensor.device != device:
                 return False
-            if tensor.dtype is not dtype or tensor.shape != shape:  # by tensor.data = …
-                return False
+        if _shapes_of(self._tensors) != self._shapes:  # tensor.data = …
+            return False
         return [len(names) for names, _ in self._counts] == [count for _, count in self._counts]
 
     def is_replanned(self) -> bool:
@@ -242,7 +244,7 @@ class Fingerprint:
         hooks = [_codes_of(hooks) if hooks else () for hooks in self._hooks]
         leaves = [
             (index, _codes_of(hooks))
-            for index, (_, _, tensor, *_) in enumerate(self._held)
+            for index, tensor in enumerate(self._tensors)
             for hooks in (gradient_hooks(tensor), stepping_hooks(tensor))
             if hooks
         ]
@@ -251,8 +253,13 @@ class Fingerprint:
             *(torch.get_float32_matmul_precision(), torch.is_anomaly_enabled()),
             torch.are_deterministic_algorithms_enabled(),
         )
-        trained = [tensor.requires_grad for _, _, tensor, *_ in self._held]
+        trained = [tensor.requires_grad for tensor in self._tensors]
         return (*torchs, *hooks, *leaves, *self._shared_places.pattern(), *trained)
+
+
+def _shapes_of(tensors: list[Tensor]) -> tuple[list[torch.Size], list[torch.dtype]]:
+    shapes, dtypes = operator.attrgetter("shape"), operator.attrgetter("dtype")
+    return [*map(shapes, tensors)], [*map(dtypes, tensors)]
 
 
 def _codes_of(hooks: Mapping[int, Any]) -> tuple[Any, ...]:

@@ -16,15 +16,12 @@ Other objects count as well: ``seen`` says what of them is compared.
 
 import dis
 import functools
-import operator
 import os
 import types
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
-from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,7 +29,6 @@ from torch import Tensor, nn
 from ..._common.modules import STATE
 from ..._torch.modules import COMPILED_CALL, buffers_of
 from ...restoring.holders import (
-    ClassHolder,
     ContentHolder,
     DictHolder,
     FunctionHolder,
@@ -44,6 +40,7 @@ from ...restoring.holders import (
 )
 from ...restoring.model_state import ModelState, holders_read, is_users
 from .contents import is_data
+from .reading import Reads, are_same, frozen, has_names, looked_at_in, which_are_same
 from .seen import (
     MOST_IN_ORDER,
     UNSET,
@@ -80,7 +77,7 @@ class _Place:
 
     def value(self) -> Any:
         if isinstance(self.holder, SetHolder):
-            return _frozen(self.holder)
+            return frozen(self.holder)
         space = self.holder.namespace()
         try:
             return dict(self.holder.now())[self.key] if space is None else space[self.key]
@@ -118,14 +115,12 @@ class WatchedValues:
     def _forget(self) -> None:
         self._holders: list[Holder] = []
         self._members: list[dict[Hashable, Any]] = []  # what is seen of each holder's
-        self._reads: list[_Read] = []  # of members, by holder
-        self._spaces: list[Any] = []
-        self._sized: list[Any] = []  # the spaces of holders that may get other names
+        self._reads = Reads()  # of members, by holder
         self._known = set[Any]()  # spaces with a name in them that a holder has
         self._own: set[Where] = set()  # the places that the forward itself sets
         self._steps = 0  # since the last look_around()
         self._count = 0  # of plain values
-        self._values = self._now()
+        self._values = self._reads.now()
 
     def look_around(self) -> None:
         """Find the values that a forward may read; called before a recording."""
@@ -136,7 +131,7 @@ class WatchedValues:
         self._torchs -= {id(buffers_of(module)) for module in users}
         self._forget()
         self._take(holders_read(self._model))
-        self._values = self._now()
+        self._values = self._reads.now()
 
     def _take(self, holders: Iterable[Holder]) -> None:
         """Watch more objects, as they are now."""
@@ -154,12 +149,9 @@ class WatchedValues:
             self._count += sum(not isinstance(value, Code | Itself) for value in members.values())
             if self._count > MOST_VALUES:
                 break
-            space = holder.namespace()
             self._holders.append(holder)
             self._members.append(members)
-            self._spaces.append(() if space is None else space)
-            self._sized.append(space if space is not None and _has_names(holder) else ())
-            self._reads.append(_reader(holder, members))
+            self._reads.add(holder, members)
 
     def _look_into(self, where: Where, value: Any) -> None:
         """Watch what an object leads to that has come since the last recording."""
@@ -175,11 +167,6 @@ class WatchedValues:
         if id(owner) not in self._modules:
             return found
         return {k: value for k, value in found.items() if not _is_known(owner, k, value)}
-
-    def _now(self) -> "_Values":
-        # Most steps do no more than this: a few loops that Python runs in C.
-        found = [*map(operator.call, self._reads, self._spaces)]
-        return [*map(len, self._sized)], [one for one, _ in found], [other for _, other in found]
 
     def has_turned(self) -> bool:
         """Return whether, since the last call, a value has changed for the first time. The keys of
@@ -203,23 +190,24 @@ class WatchedValues:
     def _look(self, *, by_forward: bool) -> None:
         is_first = by_forward or self._steps < _STEPS  # and which object it is, counts
         try:
-            now = self._now()
+            now = self._reads.now()
         except LookupError:  # a name was removed
             same = [False] * len(self._holders)
         else:
-            if not is_first and _are_same(now, self._values):
+            if not is_first and are_same(now, self._values):
                 return
-            pairs = zip(zip(*now, strict=True), zip(*self._values, strict=True), strict=True)
-            same = [
-                not (is_first and one[2]) and _is_same_object(one, other) for one, other in pairs
-            ]
+            same = which_are_same(now, self._values)
+            if is_first:  # another tensor may be alike
+                same = [
+                    is_alike and not of for is_alike, of in zip(same, now.looked_at, strict=True)
+                ]
         for index in [index for index, is_alike in enumerate(same) if not is_alike]:
             self._compare(index, self._holders[index], by_forward=by_forward)
-        self._values = self._now()
+        self._values = self._reads.now()
 
     def _compare(self, index: int, holder: Holder, *, by_forward: bool) -> None:
         before, members = self._members[index], self._members_of(holder)
-        names = before.keys() | members.keys() if _has_names(holder) else before.keys()
+        names = before.keys() | members.keys() if has_names(holder) else before.keys()
         for key in names:
             then, value = before.get(key, UNSET), members.get(key, UNSET)
             where = holder.space_id(), key
@@ -236,8 +224,8 @@ class WatchedValues:
             elif isinstance(value, Itself) and not is_object_of_before(then, value):
                 self._look_into(where, value.value)
         members = {key: members[key] for key in members if key in names}
-        if members.keys() != before.keys() or _looked_at(members) != _looked_at(before):
-            self._reads[index] = _reader(holder, members)
+        if members.keys() != before.keys() or looked_at_in(members) != looked_at_in(before):
+            self._reads.read_again(index, holder, members)
         self._members[index] = members
 
     def _turn(self, holder: Holder, key: Hashable, *, is_new: bool) -> None:
@@ -246,7 +234,7 @@ class WatchedValues:
             return
         if is_new:  # or removed; an object with many such names is a history
             self._came[where[0]] += 1
-            if not _has_names(holder) or self._came[where[0]] > _MOST_NEW:
+            if not has_names(holder) or self._came[where[0]] > _MOST_NEW:
                 return
         self._places[where] = _Place(holder, key)
         self._has_turned = True
@@ -264,7 +252,7 @@ class WatchedValues:
                 place.labels.add(found)
                 labels.append(found)
         if are_others:
-            self._values = self._now()
+            self._values = self._reads.now()
         return tuple(labels)
 
     def holds(self, asked: Asked) -> bool:
@@ -330,20 +318,15 @@ def _is_known(module: nn.Module, key: Hashable, value: Any) -> bool:
     return type(value) in (bool, str) or is_torchs or is_ours
 
 
-def _has_names(holder: Holder) -> bool:
-    """Whether other names may be added to the object between steps."""
-    return isinstance(holder, DictHolder | ClassHolder | SlotsHolder)
-
-
 def _may_fill(holder: Holder) -> bool:
     """Whether an object without plain values may get some between steps: a module, a dictionary, an
     object. There are thousands of functions and parameters, which hardly do."""
-    return _has_names(holder) and not isinstance(holder.owner, types.FunctionType | Tensor)
+    return has_names(holder) and not isinstance(holder.owner, types.FunctionType | Tensor)
 
 
 def _seen_members(holder: Holder) -> dict[Hashable, Any]:
     if isinstance(holder, SetHolder):
-        found = _frozen(holder)
+        found = frozen(holder)
         return {} if found is None else {None: found}
     if isinstance(holder, DictHolder | SequenceHolder):
         most = _MOST_MEMBERS if isinstance(holder, DictHolder) else MOST_IN_ORDER
@@ -358,13 +341,6 @@ def _seen_members(holder: Holder) -> dict[Hashable, Any]:
     return {key: seen(value) for key, value in members.items() if key in names}
 
 
-def _frozen(holder: Holder) -> frozenset[Any] | None:
-    """Return the members of a small set of plain values; ``None`` for any other set."""
-    members = [member for _, member in holder.now()]
-    few = len(members) <= MOST_IN_ORDER
-    return frozenset(members) if few and all(map(is_plain, members)) else None
-
-
 @functools.lru_cache(1_000)
 def globals_in(code: types.CodeType) -> frozenset[str]:
     """Return the globals that a function reads; its other names are attributes."""
@@ -375,64 +351,6 @@ def globals_in(code: types.CodeType) -> frozenset[str]:
         elif isinstance(instruction.argval, types.CodeType):
             found |= globals_in(instruction.argval)
     return frozenset(found)
-
-
-# What is read of an object: values that are the same as long as they are one object, and what is
-# seen of others.
-_Read = Callable[[Any], tuple[tuple[Any, ...], tuple[Any, ...]]]
-_Values = tuple[list[int], list[tuple[Any, ...]], list[tuple[Any, ...]]]
-
-
-def _is_same_object(now: tuple[Any, ...], then: tuple[Any, ...]) -> bool:
-    """Whether one object has as many names as before, with the same values."""
-    (size, values, looked_at), (size_then, values_then, looked_at_then) = now, then
-    if size != size_then or len(values) != len(values_then):
-        return False
-    return all(map(is_, values, values_then)) and bool(looked_at == looked_at_then)
-
-
-def _are_same(now: _Values, then: _Values) -> bool:
-    return (
-        now[0] == then[0]
-        and [*map(len, now[1])] == [*map(len, then[1])]
-        and all(map(is_, chain.from_iterable(now[1]), chain.from_iterable(then[1])))
-        and now[2] == then[2]
-    )
-
-
-def _reader(holder: Holder, members: dict[Hashable, Any]) -> _Read:
-    """Return a function that reads the values of these names from the holder's namespace."""
-    looked_at = _looked_at(members)
-    others = [key for key in members if key not in looked_at]
-    if isinstance(holder, SetHolder):
-        return lambda _: ((), (_frozen(holder),))
-    if holder.namespace() is None:
-        if isinstance(holder, SlotsHolder) and not looked_at:
-            return lambda _: (tuple(chain.from_iterable(holder.now())), ())
-        return lambda _: _read_of(dict(holder.now()), others, looked_at)
-    plain, code = _getter(others), _getter(looked_at)
-    if not looked_at:
-        return lambda space: (plain(space), ())
-    return lambda space: (plain(space), tuple(map(seen, code(space))))
-
-
-def _read_of(
-    found: dict[Any, Any], others: list[Hashable], looked_at: list[Hashable]
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    raw = (*found, *map(found.__getitem__, others))
-    return raw, tuple(map(seen, map(found.__getitem__, looked_at)))
-
-
-def _looked_at(members: dict[Hashable, Any]) -> list[Hashable]:
-    """Return the names of values of which another part may be seen although they are the same."""
-    return [key for key, value in members.items() if isinstance(value, Code)]
-
-
-def _getter(keys: list[Hashable]) -> Callable[[Any], tuple[Any, ...]]:
-    """Return a function that reads names from a namespace."""
-    if not keys:
-        return lambda _: ()
-    return operator.itemgetter(*keys, keys[0])  # one key twice, for a tuple even of one
 
 
 def is_torchs_variable(variable: Hashable) -> bool:
