@@ -13,6 +13,7 @@ import torch
 
 from .._common.callsite import users_line
 from .._common.text import bytes_text, one_line
+from .._common.threads.model_turns import alone_with
 from ..batches.batch_dims import has_batch
 from ..batches.output_dims import is_weighed, output_dim
 from ..errors import ScheduleError, UsageError
@@ -57,8 +58,7 @@ class Inspector:
             UsageError: there are no arguments, and no step has run with these stages.
         """
         if args or kwargs:
-            microbatches = self.options.split(self.preparer.model, args, kwargs)
-            return self.preparer.sketch(microbatches[0], self.options), len(microbatches)
+            return self._sketched(args, kwargs)
         name = call.partition("(")[0]
         if not self.preparer.known:
             raise UsageError(
@@ -71,6 +71,12 @@ class Inspector:
             )
         prepared = next(reversed(self.preparer.known.values()))
         return prepared, prepared.microbatches or self.options.chunks
+
+    def _sketched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Prepared, int]:
+        model = self.preparer.model
+        with alone_with(model):  # other threads may train it
+            microbatches = self.options.split(model, args, kwargs)
+            return self.preparer.sketch(microbatches[0], self.options), len(microbatches)
 
     def summary(
         self,
@@ -145,11 +151,10 @@ class Inspector:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], optimizer: object, limit: int | None
     ) -> MemoryReport:
         """Do what :meth:`blockpipe.Pipeline.memory` says."""
-        microbatches = self.options.split(self.preparer.model, args, kwargs)
-        prepared = self.preparer.sketch(microbatches[0], self.options)
+        prepared, microbatches = self._sketched(args, kwargs)
         if limit is None:
             limit = smallest_memory(prepared.devices)
-        return self._memory_of(prepared, len(microbatches), optimizer, limit)
+        return self._memory_of(prepared, microbatches, optimizer, limit)
 
     @contextmanager
     def measured_memory(self, optimizer: object) -> Iterator[MemoryReport]:

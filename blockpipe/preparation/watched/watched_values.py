@@ -124,6 +124,7 @@ class WatchedValues:
 
     def look_around(self) -> None:
         """Find the values that a forward may read; called before a recording."""
+        self._look(by_forward=False)  # what was set before a report is asked for, counts
         self._modules = {id(module): module for module in self._model.modules()}
         of_torch = (vars(module).items() for module in self._modules.values())
         self._torchs = {id(value) for own in of_torch for key, value in own if key in _TORCHS}

@@ -433,3 +433,17 @@ def test_what_the_forward_sets_itself_is_recorded_once():
 
     pipe = bp.Pipeline(Counts(None), devices=stages(2), chunks=4)
     assert _steps(pipe, 6, lambda net, step: None) == [0]
+
+
+@pytest.mark.usefixtures("_as_it_was")
+def test_what_was_set_before_a_report_counts_in_the_next_step():
+    """The report looked around, and the step found all as it was."""
+    net = Gated(lambda net: net.value)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    x = torch.randn(8, 4)
+    for _ in range(2):
+        pipe.forward_backward(x, loss_fn=torch.sum)
+    net.value = 0.5
+    pipe.summary(x)
+    with pytest.raises(StateError, match=r"the forward changes a list, and sets it on hops"):
+        pipe.forward_backward(x, loss_fn=torch.sum)
