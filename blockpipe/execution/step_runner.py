@@ -105,9 +105,7 @@ class StepRunner:
         step = self._step(prepared, microbatches, weights, caller, want, loss_fn)
         step.run()
         self._note_passed(step, given)
-        self.preparer.look_again(
-            prepared, microbatches[0], self.options, step.state.written, loss_fn
-        )
+        self.preparer.look_again(prepared, microbatches, self.options, step.state.written, loss_fn)
         if pairs:
             give((tensor, leaf.grad) for tensor, leaf in pairs if id(leaf) not in parts)
             for tensor, leaf in pairs:
@@ -138,7 +136,7 @@ class StepRunner:
         step = self._step(prepared, microbatches, weights, caller, {"outputs"})
         step.run_forward()
         self._note_passed(step, given)
-        self.preparer.look_again(prepared, microbatches[0], self.options, step.state.written)
+        self.preparer.look_again(prepared, microbatches, self.options, step.state.written)
         output, joints = self._joined(step)
         if problem is not None and any(joint.how == "sum" for joint in joints):
             raise UsageError(

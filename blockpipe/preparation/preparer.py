@@ -22,7 +22,7 @@ from ..batches.microbatch import Microbatch
 from ..crossing.tags import ParameterHome
 from ..devices.devices import Devices, checked_devices, default_devices, named_devices
 from ..devices.ownership import Owner, set_owner
-from ..errors import StateError, UsageError
+from ..errors import UsageError
 from ..recording.plan_resolution import planned_by
 from ..recording.record import record_planned
 from ..recording.recording import Recording
@@ -37,7 +37,8 @@ from .offloaded import offloaded_stages
 from .options import PipelineOptions, check_plan
 from .prepared import Prepared, lanes_of
 from .sealed_forwards import SealedForwards
-from .shared_state import CodeKinds, check_shared_memory, check_shared_state, opened_since
+from .second_looks import SecondLooks, changes_of_modes, check
+from .shared_state import CodeKinds, check_shared_memory, check_shared_state
 from .step_sizes import StepSizes, asks_sizes, is_plain, sizes_of
 from .watched.watched_values import WatchedValues
 
@@ -89,6 +90,7 @@ class Preparer:
         self._fingerprint: Fingerprint | None = None
         self._hooks = AccelerateHooks(model)
         self._watched_values = WatchedValues(model)
+        self._second_looks = SecondLooks(model)
         self._unread = frozenset[str]()  # attributes that look like switches, and are none
         self._written = frozenset[str]()  # by steps that had not written it when recorded
         self._has_warned_of_recordings = False
@@ -353,34 +355,30 @@ class Preparer:
     def look_again(
         self,
         prepared: Prepared,
-        batch: Microbatch,
+        batches: list[Microbatch],
         options: PipelineOptions,
         written: list[str],
         loss_fn: LossFn = None,
     ) -> None:
-        """Record again after a step that wrote what it did not write when it was recorded, and
+        """Record again after a step that wrote or set what it did not when it was recorded, and
         check that only one hop uses that.
 
         Raises:
             StateError: several hops share it, or what ran sealed reads other stages' tensors.
         """
-        self._watched_values.step_is_over()
+        known, schedule = prepared.recording, options.shares_by
+
+        def record(batch: Microbatch) -> Recording:
+            return self._record(batch, options, loss_fn)
+
+        changed = [*self._watched_values.step_is_over(), *changes_of_modes(self._fingerprint)]
+        self._second_looks.at_values(known, changed, batches, schedule, record)
         if not written:
             return
         _log.info("recording anew: %s", f"{', '.join(written)} is written by now")
         self._written |= frozenset(written)
         self._fingerprint = None  # the next step records anew; until then, this is what is known
-        recording = self._record(batch, options, loss_fn)
-        try:
-            check_shared_state(recording, options.shares_by)
-            if (call := opened_since(prepared.recording, recording)) is not None:
-                raise StateError(f"by now {call.path!r} has to be looked into: {call.opened}")
-        except StateError as error:
-            raise StateError(
-                f"{', '.join(written)} was written during the step, which it was not when the "
-                f"model was recorded, and this step's gradients may not be the plain loop's: "
-                f"{error} ({users_line()})"
-            ) from None
+        check(record(batches[0]), known, schedule, written, "written")
 
     def own_storages(self, prepared: Prepared) -> int:
         """Note for the stage sanitizer whose the parameters and buffers are; return the number by
@@ -441,10 +439,11 @@ class Preparer:
         record anew."""
         state = dict(self.__dict__)
         state.update(known=OrderedDict(), _placement=None, _fingerprint=None, _beside=CodeKinds())
-        del state["_watched_values"], state["_hooks"]
+        del state["_watched_values"], state["_second_looks"], state["_hooks"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._hooks = AccelerateHooks(self.model)
         self._watched_values = WatchedValues(self.model)
+        self._second_looks = SecondLooks(self.model)

@@ -86,6 +86,8 @@ class Recording:
     unread: set[str] = field(default_factory=set)  # those that look like switches, and are none
     sets: dict[int, str] = field(default_factory=dict, repr=False)
     """The objects that were there before and that it, a hook or the loss sets: by id, in words."""
+    changed: set[tuple[int, Any]] = field(default_factory=set, repr=False)
+    """The objects that it changes, by id, each with a name or key in it; ``None``: its content."""
     switches: bool = False  # whether it sets switches of torch or the process for a while
     changes_process: bool = False  # where it prints to, or what it warns of, for a while
     writes_inputs: bool = False  # whether it writes in place to its arguments

@@ -95,6 +95,10 @@ class DictHolder(Holder):
     def put(self, key: Any, value: Any) -> None:
         self._base.__setitem__(self._value, key, value)
 
+    def remove(self, key: Any) -> None:
+        """Remove a key."""
+        self._base.__delitem__(self._value, key)
+
     def restore(self) -> None:
         now, before = self.now(), self.before
         if len(now) != len(before) or any(

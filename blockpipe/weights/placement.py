@@ -191,7 +191,7 @@ class Fingerprint:
         self._code = [_code_of(module) for module in modules]
         self._classes = [(kind, kind.forward) for kind in {type(module) for module in modules}]
         self._switches = [
-            (vars(module), name)
+            (vars(module), name, module)
             for path, module in model.named_modules()
             if not isinstance(module, torch.jit.ScriptModule)
             for name, value in vars(module).items()
@@ -232,10 +232,19 @@ class Fingerprint:
     def modes(self) -> tuple[Any, ...]:
         """Return the attributes of modules that are switches (``training`` among them), and whether
         a rate of dropout is above zero."""
-        values = [own.get(name) for own, name in self._switches]
+        values = [own.get(name) for own, name, _ in self._switches]
         if not self._modes or not all(map(operator.is_, values, self._values)):
             self._values, self._modes = values, tuple(map(_switch, values))
         return self._modes
+
+    def turned(self) -> list[tuple[nn.Module, str, Any]]:
+        """Return the switches that have been set since :meth:`modes` was called last, each with
+        what it was."""
+        values = [own.get(name) for own, name, _ in self._switches]
+        if all(map(operator.is_, values, self._values)):
+            return []
+        pairs = zip(values, self._values, self._switches, strict=True)
+        return [(module, name, then) for now, then, (_, name, module) in pairs if now is not then]
 
     def asked(self) -> tuple[Any, ...]:
         """Return what else may decide a forward's way, or share values with one: which hooks each

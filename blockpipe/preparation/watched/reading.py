@@ -27,7 +27,7 @@ class Values(NamedTuple):
     looked_at: Any
 
 
-class Reads:
+class MemberReads:
     """The reading of many objects."""
 
     def __init__(self) -> None:

@@ -40,7 +40,7 @@ from ...restoring.holders import (
 )
 from ...restoring.model_state import ModelState, holders_read, is_users
 from .contents import is_data
-from .reading import Reads, are_same, frozen, has_names, looked_at_in, which_are_same
+from .reading import MemberReads, are_same, frozen, has_names, looked_at_in, which_are_same
 from .seen import (
     MOST_IN_ORDER,
     UNSET,
@@ -94,6 +94,39 @@ class _Place:
         return label(seen(value)), self.content
 
 
+@dataclass(frozen=True)
+class Change:
+    """A value that a step has changed.
+
+    Attributes:
+        holder: of the object.
+        key: a name or key in it.
+        then: what was seen there before.
+    """
+
+    holder: Holder
+    key: Hashable
+    then: Any
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Have a plain value of before there while entered."""
+        holder, key, then = self.holder, self.key, self.then
+        now = dict(holder.now()).get(key, UNSET)
+        able = DictHolder if then is UNSET else DictHolder | SequenceHolder | SlotsHolder
+        if now is UNSET or not is_plain(then) or not isinstance(holder, able):
+            yield
+            return
+        try:
+            if isinstance(holder, DictHolder) and then is UNSET:
+                holder.remove(key)
+            else:
+                holder.put(key, then)
+            yield
+        finally:
+            holder.put(key, now)
+
+
 class WatchedValues:
     """The plain values that a model's forwards may read, and the comparisons made with them.
 
@@ -105,17 +138,19 @@ class WatchedValues:
         self._model = model
         self._modules: dict[int, nn.Module] = {}  # by id
         self._torchs: set[int] = set()  # the dictionaries of modules, by id
+        self._switches: set[Where] = set()  # which Fingerprint compares
         self._forget()
         self._places: dict[Where, _Place] = {}  # the places whose values have changed
         self._questions = Questions()
         self._came: Counter[int] = Counter()  # by object, the names that were added or removed
         self._replaced: Counter[Where] = Counter()  # by place, the objects that were looked into
+        self._by_forward: dict[Where, Change] = {}  # the places that a step has changed
         self._has_turned = False
 
     def _forget(self) -> None:
         self._holders: list[Holder] = []
         self._members: list[dict[Hashable, Any]] = []  # what is seen of each holder's
-        self._reads = Reads()  # of members, by holder
+        self._reads = MemberReads()  # of members, by holder
         self._known = set[Any]()  # spaces with a name in them that a holder has
         self._own: set[Where] = set()  # the places that the forward itself sets
         self._steps = 0  # since the last look_around()
@@ -128,6 +163,12 @@ class WatchedValues:
         self._modules = {id(module): module for module in self._model.modules()}
         of_torch = (vars(module).items() for module in self._modules.values())
         self._torchs = {id(value) for own in of_torch for key, value in own if key in _TORCHS}
+        self._switches = {
+            (id(module), key)
+            for module in self._modules.values()
+            for key, value in vars(module).items()
+            if isinstance(value, bool | str)
+        }
         users = (m for m in self._modules.values() if is_users(type(m).__module__))
         self._torchs -= {id(buffers_of(module)) for module in users}
         self._forget()
@@ -167,7 +208,11 @@ class WatchedValues:
             return {key: value for key, value in found.items() if not is_torchs_variable(key)}
         if id(owner) not in self._modules:
             return found
-        return {k: value for k, value in found.items() if not _is_known(owner, k, value)}
+        return {
+            key: value
+            for key, value in found.items()
+            if (id(owner), key) not in self._switches and not _is_known(owner, key, value)
+        }
 
     def has_turned(self) -> bool:
         """Return whether, since the last call, a value has changed for the first time. The keys of
@@ -176,20 +221,23 @@ class WatchedValues:
         has_turned, self._has_turned = self._has_turned, False
         return has_turned
 
-    def step_is_over(self) -> None:
+    def step_is_over(self) -> list[Change]:
         """Note the values that the forward itself has set, which have changed since
         :meth:`has_turned`.
 
         Such a value is a counter, or keeps the last of something, and does not count. A boolean
-        does count: it leads the next forward another way. The first steps show all such values, and
-        later steps do not spend time on this.
+        does count: it leads the next forward another way. The first steps show all such values.
+
+        Returns:
+            The changes of what no step has changed before.
         """
-        if self._steps < _STEPS:
-            self._steps += 1
-            self._look(by_forward=True)
+        known = len(self._by_forward)
+        self._look(by_forward=True)
+        self._steps += 1
+        return [*self._by_forward.values()][known:]
 
     def _look(self, *, by_forward: bool) -> None:
-        is_first = by_forward or self._steps < _STEPS  # and which object it is, counts
+        is_first = self._steps < _STEPS  # and which object it is, counts
         try:
             now = self._reads.now()
         except LookupError:  # a name was removed
@@ -212,12 +260,13 @@ class WatchedValues:
         for key in names:
             then, value = before.get(key, UNSET), members.get(key, UNSET)
             where = holder.space_id(), key
-            if by_forward:
+            if by_forward and not is_object_of_before(then, value):
+                self._by_forward.setdefault(where, Change(holder, key, then))
+            if by_forward and self._steps < _STEPS:
                 is_default = then is UNSET and isinstance(holder.owner, defaultdict)
-                is_switch = {type(then), type(value)} <= _SWITCHES
                 if is_object_of_before(then, value) or is_default:
                     continue
-                if not is_switch:
+                if not {type(then), type(value)} <= _SWITCHES:
                     self._own.add(where)
                     continue
             if not is_same(then, value):
@@ -311,12 +360,11 @@ def _is_read(holder: Holder) -> bool:
 
 
 def _is_known(module: nn.Module, key: Hashable, value: Any) -> bool:
-    """Whether a module's attribute is torch's, or compared elsewhere (:class:`Fingerprint`). On
-    torch's own layers, users set only numbers."""
+    """Whether a module's attribute is torch's, or ours. On torch's own layers, users set only
+    numbers."""
     is_layers = type(module).__module__.startswith("torch.nn.")
     is_torchs = key in _TORCHS or (is_layers and type(value) not in (int, float, Code))
-    is_ours = str(key).startswith("_blockpipe_") or key in _CODE
-    return type(value) in (bool, str) or is_torchs or is_ours
+    return str(key).startswith("_blockpipe_") or key in _CODE or is_torchs
 
 
 def _may_fill(holder: Holder) -> bool:

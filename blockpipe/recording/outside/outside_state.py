@@ -222,6 +222,11 @@ class OutsideState:
             if id(change.owner) in self._first
         }
 
+    @property
+    def places(self) -> set[tuple[int, Any]]:
+        """The changed objects, by id, each with a name or key in it (``None`` for its content)."""
+        return {(id(owner), key) for owner, key, _, _ in self.changed()}
+
     def changed(self) -> Iterator[tuple[Any, Any, set[int], str]]:
         """Yield each changed object, a name or key in it (``None`` for its content), the hops that
         changed it, and the first line that did; of dictionaries also the hops that replaced an

@@ -340,7 +340,7 @@ def _note_state(
     recorder.sets, recorder.carries = [*known.sets_by_call()], [*known.reads_by_call()]
     result.carried = list(values.known.carried(reads))
     result.outside = recorder.outside_tensors.found()
-    result.sets = {**recorder.outside.sets, **values.sets}
+    result.sets, result.changed = {**recorder.outside.sets, **values.sets}, recorder.outside.places
     result.switches = recorder.changes.switches
     result.collects = recorder.outside.collects or values.known.looks_up
     result.unread = set(_unread(model, reads))

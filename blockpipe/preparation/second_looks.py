@@ -1,0 +1,137 @@
+"""Look at a forward again after a step that has done what it did not do when it was recorded.
+
+A recording sees one micro-batch. Another one, whose data lead it elsewhere, may set a value that a
+stage of a micro-batch beside it reads. The values that a step has changed are compared with those
+that the recording has, and if there are others, the step's own micro-batches are recorded until
+one of them changes that value: that recording says who reads it.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from .._common.callsite import users_line, warn
+from ..batches.microbatch import Microbatch
+from ..errors import StateError
+from ..recording.plain_values.places import in_words
+from ..recording.recording import Recording
+from ..restoring.holders import DictHolder
+from ..schedules.builders import ScheduleOption
+from ..weights.placement import Fingerprint
+from .shared_state import check_shared_state, opened_since
+from .watched.watched_values import Change
+
+_MOST = 16  # recordings for values; a guess
+
+
+class SecondLooks:
+    """The recordings that are made after steps.
+
+    Args:
+        model: the user's model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._left = _MOST
+        self._seen: set[tuple[int, Hashable]] = set()  # whose objects those who watch keep alive
+
+    def at_values(
+        self,
+        known: Recording,
+        changed: Sequence[Change],
+        batches: Sequence[Microbatch],
+        schedule: ScheduleOption,
+        record: Callable[[Microbatch], Recording],
+    ) -> None:
+        """Record the micro-batches of a step that has changed values which the recording had not.
+
+        Args:
+            known: the recording that the step ran by.
+            changed: what it has changed, but for what an earlier one had.
+            batches: the micro-batches.
+            schedule: by which they ran.
+            record: records one of them.
+
+        Raises:
+            StateError: several hops share such a value.
+        """
+        if len(known.hops) < 2 or schedule in ("uncut", "sequential"):
+            return
+        changed = [change for change in changed if self._is_new(change, known)]
+        names = self._names(changed)
+        for batch in batches if changed else ():
+            if not self._left:
+                self._give_up(names)
+                return
+            self._left -= 1
+            with ExitStack() as before:
+                for change in changed:
+                    before.enter_context(change.undone())
+                found = record(batch)
+            check(found, known, schedule, names, "set")
+            changed = [change for change in changed if not _is_known(change, found)]
+            if not changed:
+                return
+
+    def _is_new(self, change: Change, known: Recording) -> bool:
+        where = id(change.holder.owner), change.key
+        is_new = where not in self._seen and not _is_known(change, known)
+        self._seen.add(where)
+        return is_new
+
+    def _names(self, changes: Sequence[Change]) -> list[str]:
+        paths = {id(module): path for path, module in self._model.named_modules()}
+        return [in_words(c.holder.owner, _name(c.key), paths) for c in changes]
+
+    def _give_up(self, names: list[str]) -> None:
+        self._left = -1
+        warn(
+            f"the forward has set {', '.join(names)}, which it did not when it was recorded, as "
+            f"other values in {_MOST} micro-batches before: from now on, nobody looks whether "
+            "another stage reads such a value; return it, keep it in a tensor with an entry for "
+            f"each, or use schedule='sequential' ({users_line()})"
+        )
+
+
+def changes_of_modes(fingerprint: Fingerprint | None) -> Iterator[Change]:
+    """Yield the switches of modules that a step has changed."""
+    for module, name, then in () if fingerprint is None else fingerprint.turned():
+        yield Change(DictHolder(vars(module), module), name, then)
+
+
+def check(
+    found: Recording, known: Recording, schedule: ScheduleOption, names: list[str], how: str
+) -> None:
+    """Check that only one hop uses what a step has set or written first.
+
+    Raises:
+        StateError: several hops share it, or what ran sealed reads other stages' tensors.
+    """
+    try:
+        check_shared_state(found, schedule)
+        if (call := opened_since(known, found)) is not None:
+            raise StateError(f"by now {call.path!r} has to be looked into: {call.opened}")
+    except StateError as error:
+        raise StateError(
+            f"{', '.join(names)} was {how} during the step, which it was not when the "
+            f"model was recorded, and this step's gradients may not be the plain loop's: "
+            f"{error} ({users_line()})"
+        ) from None
+
+
+def _is_known(change: Change, recording: Recording) -> bool:
+    owner, key = change.holder.owner, change.key
+    if isinstance(owner, types.FunctionType):  # a variable, which several functions read
+        return any(name == key for _, name in recording.changed)
+    return not recording.changed.isdisjoint({(id(owner), _name(key)), (id(owner), None)})
+
+
+def _name(key: Hashable) -> Any:
+    """Return a name or key; a slot is given as its descriptor."""
+    return key.__name__ if isinstance(key, types.MemberDescriptorType) else key

@@ -1,0 +1,113 @@
+"""Values that a step sets for some data, and that its recording has not."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import blockpipe as bp
+from blockpipe.errors import StateError
+
+from ..parity import assert_same_gradients, plain_step
+from ..stage_devices import stages
+
+
+class Expert(nn.Linear):
+    load = 0.0
+
+
+class Mixture(nn.Module):
+    """The data choose what one stage sets; ``get`` says what the other one reads."""
+
+    def __init__(self, put: Any, get: Any) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Expert(4, 4) for _ in range(4))
+        self.b, self.put, self.get, self.calm, self.wild = nn.Linear(4, 4), put, get, 1.0, 1.0
+        self.loads, self.stats = {}, {"calm": 0.0, "wild": 0.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        k = int(x.max() > 5) * 2
+        with bp.Block(stage=0):
+            h = self.experts[k](x)
+            self.put(self, k, float(h.detach().abs().mean()))
+        with bp.Block(stage=1):
+            return self.b(h) * (1 + self.get(self))
+
+
+def _own(net: Any, k: int, value: float) -> None:
+    for index, expert in enumerate(net.experts):
+        if index == k:
+            expert.load = value
+
+
+PUTS = {
+    "the attribute of an expert": (
+        lambda net, k, v: setattr(net.experts[k], "load", v),
+        lambda net: net.experts[2].load,
+    ),
+    "in a loop": (_own, lambda net: net.experts[2].load),
+    "an entry": (lambda net, k, v: net.loads.update({k: v}), lambda net: net.loads.get(2, 0.0)),
+    "an entry by name": (
+        lambda net, k, v: net.stats.__setitem__("wild" if k else "calm", v),
+        lambda net: net.stats["wild"],
+    ),
+    "a name": (
+        lambda net, k, v: setattr(net, "wild" if k else "calm", v),
+        lambda net: net.wild,
+    ),
+    "a mode": (
+        lambda net, k, v: k and net.experts[2].train(v < 0),
+        lambda net: float(net.experts[2].training),
+    ),
+}
+
+
+def _batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    x, y = torch.randn(16, 4), torch.randn(16, 4)
+    x[4:10] += 6  # of eight micro-batches, the third to the fifth; the first is recorded
+    return x, y
+
+
+@pytest.mark.parametrize("name", PUTS)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_what_the_data_choose_to_set_is_looked_at_when_a_step_sets_it(name: str, schedule: str):
+    """The recording's micro-batch had set another one; each step was wrong, without a word."""
+    net = Mixture(*PUTS[name])
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=8, schedule=schedule)
+    x, y = _batch()
+    with pytest.raises(StateError, match=r"during the step|on hops \[0\]"):
+        pipe.forward_backward(x, target=y, loss_fn=F.mse_loss)
+
+
+def test_what_is_set_by_one_stage_alone_goes_on():
+    net = Mixture(PUTS["the attribute of an expert"][0], lambda net: 0.0)
+    plain = Mixture(net.put, net.get)
+    plain.load_state_dict(net.state_dict())
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=8, schedule="gpipe")
+    x, y = _batch()
+    for _ in range(3):
+        found = pipe.forward_backward(x, target=y, loss_fn=F.mse_loss).loss
+        wanted = plain_step(plain, (x,), {}, y, F.mse_loss, 8)
+        torch.testing.assert_close(found.cpu(), torch.as_tensor(wanted).to(found.dtype))
+    assert_same_gradients(plain, net)
+    assert net.experts[2].load == pytest.approx(plain.experts[2].load)
+
+
+def test_there_is_an_end_of_looking():
+    """Values at ever other places are let be after some recordings, with a warning."""
+
+    def puts(net: Any, k: int, value: float) -> None:
+        net.loads[f"{value:.9f}"] = value
+
+    net = Mixture(puts, lambda net: 0.0)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(24):
+            pipe.forward_backward(torch.randn(4, 4), loss_fn=torch.sum)
+    told = [str(one.message) for one in caught if "nobody looks whether" in str(one.message)]
+    assert len(told) <= 1
