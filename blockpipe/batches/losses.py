@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._common.callsite import users_line, warn
+from .._common.code import code_of
 from .._common.nested import tensors
 from ..errors import UsageError
 from ..stages.cursor import passing_marks
@@ -154,8 +155,8 @@ def warn_of_some_without_a_number(losses: Sequence[Tensor]) -> None:
 
 
 def kind_of(loss_fn: Any) -> Any:
-    """Return the code of a loss function: it stays the same if each step defines it anew."""
+    """Return the code of a loss function, and whether it is in training mode: it stays the same if
+    each step defines it anew."""
     while isinstance(loss_fn, WeightedLoss):
         loss_fn = loss_fn.loss_fn
-    loss_fn = getattr(loss_fn, "func", loss_fn)
-    return getattr(loss_fn, "__code__", (type(loss_fn), getattr(loss_fn, "training", None)))
+    return code_of(loss_fn), getattr(loss_fn, "training", None)

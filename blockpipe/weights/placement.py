@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from .._common.code import code_of
 from .._common.modules import OwnHook, StandIn, named_slots
 from .._torch.graph import gradient_hooks, renew_hooks_of_several, stepping_hooks
 from .._torch.modules import (
@@ -275,7 +276,7 @@ def _codes_of(hooks: Mapping[int, Any]) -> tuple[Any, ...]:
     """Return what runs in the user's hooks; one that is registered anew for each step is the
     same."""
     users = (hook for hook in hooks.values() if not isinstance(hook, OwnHook))
-    return tuple(getattr(hook, "__code__", type(hook)) for hook in users)
+    return tuple(code_of(hook) for hook in users)
 
 
 def _code_of(module: nn.Module) -> tuple[nn.Module, dict[str, Any], type, Any, Any, Any]:

@@ -19,7 +19,12 @@ from torch import Tensor, nn
 
 from ..._common.modules import StandIn, named_slots
 from ..._torch.graph import custom_backward_of, gradient_hooks, stepping_hooks
-from ..._torch.modules import backward_hooks_of, parameters_of
+from ..._torch.modules import (
+    backward_hooks_of,
+    forward_hooks_of,
+    forward_pre_hooks_of,
+    parameters_of,
+)
 from ...batches.losses import WeightedLoss
 from ...restoring.model_state import is_users
 from .evaluation.expressions import Frame, members_of
@@ -41,6 +46,7 @@ from .syntax.uses import Use
 _MOST_CALLS = 50  # of one hook, and of what that calls: a guess
 _MOST_TURNS = 32  # of one loop: a guess
 _MOST_FRAMES = 200  # of one function, in the turns of all its loops together: a guess
+_NUMBERS = (bool, int, float, str, type(None))
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
@@ -234,6 +240,9 @@ def _behind(called: Any, arguments: tuple[Any, ...]) -> Iterator[tuple[Any, tupl
         yield called.loss_fn, arguments
     elif isinstance(called, nn.Module | StandIn):  # a stand-in has the forward behind it
         yield getattr(called, "forward", None), arguments
+        if isinstance(called, nn.Module):
+            hooks = forward_pre_hooks_of(called), forward_hooks_of(called)
+            yield from ((hook, (called,)) for of in hooks for hook in of.values())
     elif isinstance(called, staticmethod):
         yield called.__func__, arguments
     elif isinstance(called, types.MethodType):
@@ -264,10 +273,12 @@ def _still(
         with contextlib.suppress(ValueError):  # it is set later
             known[name] = cell.cell_contents
     names = code.co_varnames[: code.co_argcount]
-    if is_first:  # autograd passes nothing beside the gradients
-        defaults = function.__defaults__ or ()
-        known.update(zip(names[len(names) - len(defaults) :], defaults, strict=True))
-        known.update(function.__kwdefaults__ or {})
+    defaults = function.__defaults__ or ()
+    given = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
+    given.update(function.__kwdefaults__ or {})
+    # Autograd passes nothing beside the gradients. Who calls others may pass another number, but
+    # hardly another object (``lambda x, net=net: …``).
+    known.update({k: v for k, v in given.items() if is_first or not isinstance(v, _NUMBERS)})
     known.update(zip(names, arguments, strict=False))
     if code.co_flags & inspect.CO_VARARGS:
         known[code.co_varnames[len(names) + code.co_kwonlyargcount]] = arguments[len(names) :]

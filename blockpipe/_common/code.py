@@ -1,0 +1,52 @@
+"""The code that runs where something is called, as a key that keeps no object alive.
+
+A function that is made anew for each step, with other numbers in it, has the same code; one that is
+made around another function has not.
+"""
+
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from .._torch.modules import (
+    backward_hooks_of,
+    forward_hooks_of,
+    forward_pre_hooks_of,
+    has_hooks,
+)
+
+_MOST_NESTED = 3  # functions in the closure of a function
+_MOST_MEMBERS = 32  # of a container in it
+
+
+def code_of(called: Any, depth: int = 0) -> Any:
+    """Return the code of what is called, and of the functions that it closes over."""
+    if isinstance(called, types.MethodType):
+        return code_of(called.__func__, depth), type(called.__self__)
+    if isinstance(called, functools.partial):
+        return functools.partial, code_of(called.func, depth)
+    if isinstance(called, types.FunctionType):
+        if not called.__closure__ or depth == _MOST_NESTED:
+            return called.__code__
+        inner = tuple(_inner(called.__closure__, depth + 1))
+        return (called.__code__, *inner) if inner else called.__code__
+    if isinstance(called, nn.Module) and has_hooks(called):
+        before, after = forward_pre_hooks_of(called), forward_hooks_of(called)
+        hooks = *before.values(), *after.values(), *backward_hooks_of(called)
+        return (type(called), *(code_of(hook, depth) for hook in hooks))
+    return type(called)
+
+
+def _inner(cells: tuple[types.CellType, ...], depth: int) -> Iterator[Any]:
+    for cell in cells:
+        try:
+            held = cell.cell_contents
+        except ValueError:  # it is set later
+            continue
+        members = held if isinstance(held, list | tuple) else [held]
+        for member in members[:_MOST_MEMBERS]:
+            if isinstance(member, types.FunctionType | types.MethodType | functools.partial):
+                yield code_of(member, depth)
