@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 import blockpipe as bp
 from blockpipe._common.threads.shared_contexts import SharedContexts
+from blockpipe.errors import StateError
 from blockpipe.replicas import Replicas
 
 from ..parameter_sets import every_pair
@@ -314,14 +315,16 @@ def _step_of_a_model_that(leave: Callable[[], None]) -> None:
         pipe.forward_backward(torch.randn(16, 8), target=torch.randn(16, 8), loss_fn=F.mse_loss)
 
 
-def _steps_are_those_of_the_plain_loop(use: Callable[..., Tensor]) -> None:
+def _steps_are_those_of_the_plain_loop(use: Callable[..., Tensor], **options: Any) -> None:
     net = Stages(use)
     plain = copy.deepcopy(net)
-    pipe = bp.Pipeline(net, devices=stages(STAGES), chunks=4)
+    pipe = bp.Pipeline(net, devices=stages(STAGES), chunks=4, **options)
     x, y = torch.randn(16, 8), torch.randn(16, 8)
     for _ in range(3):
         loss = pipe.forward_backward(x, target=y, loss_fn=F.mse_loss).loss
+        torch.set_autocast_enabled(device_type(), False)
         plain_loss = plain_step(plain, (x,), {}, y, F.mse_loss, 4)
+        torch.set_autocast_enabled(device_type(), False)
         assert difference(net, plain, loss, plain_loss).same
         for model in (net, plain):
             torch.optim.SGD(model.parameters(), 0.5).step()
@@ -370,3 +373,21 @@ def test_the_dtype_of_the_callers_autocast_is_that_of_the_stages_own():
         _steps_are_those_of_the_plain_loop(use)
     finally:
         torch.set_autocast_dtype(device_type(), dtype)
+
+
+def test_a_forward_that_leaves_autocast_on_is_refused_where_micro_batches_overlap():
+    """In the plain loop the next micro-batch begins with it: here it was on by chance."""
+
+    def use(net: Stages, i: int, layer: nn.Module, x: Tensor) -> Tensor:
+        x = layer(x)
+        if i == STAGES - 1:
+            torch.set_autocast_enabled(device_type(), True)
+        return x
+
+    x, y = torch.randn(16, 8), torch.randn(16, 8)
+    pipe = bp.Pipeline(Stages(use), devices=stages(STAGES), chunks=4)
+    text = r"changes autocast, and leaves it so on hops \[0, 1, 2, 3\].*enter it by 'with', or use sche"
+    with pytest.raises(StateError, match=text):
+        pipe.forward_backward(x, target=y, loss_fn=F.mse_loss)
+    assert not torch.is_autocast_enabled(device_type())
+    _steps_are_those_of_the_plain_loop(use, schedule="sequential")
