@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ._common.callsite import remembers_caller, users_line
 from ._common.nested import map_tensors
+from ._common.threads.shared_contexts import SharedContexts
 from ._common.threads.thread_state import CallerState, intra_operation_threads
 from ._torch.modes import untraced
 from .batches.batch_dims import BatchDims, dims_of_call
@@ -296,11 +297,12 @@ class Replicas(CopiedInterface):
             with intra_operation_threads(share):
                 return work(*job)
 
-        others = [submit(partial(ambient.run, partial(run, job))) for job in jobs[1:]]
-        try:
-            first = run(jobs[0])
-        finally:
-            wait(others)
+        with SharedContexts():
+            others = [submit(partial(ambient.run, partial(run, job))) for job in jobs[1:]]
+            try:
+                first = run(jobs[0])
+            finally:
+                wait(others)
         return [first, *(other.result() for other in others)]
 
     def _share_of_threads(self, copies: int) -> int | None:

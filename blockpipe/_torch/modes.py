@@ -72,6 +72,26 @@ push_dispatch_mode = _python_dispatch._push_mode
 pop_dispatch_mode: Callable[[], DispatchMode] = _python_dispatch._pop_mode
 """Take the innermost dispatch mode off; as :data:`pop_function_mode`."""
 
+# --- context managers
+
+KEPT_BY_CONTEXTS: dict[type, tuple[str, ...]] = {
+    torch.autocast: ("prev", "prev_cache_enabled", "prev_fastdtype"),
+    torch.no_grad: ("prev",),
+    torch.enable_grad: ("prev",),
+    torch.inference_mode: ("_inference_mode_context",),
+    torch.autograd.profiler.record_function: ("record",),
+    torch.accelerator.device_index: ("prev_idx",),
+    **{backend.device: ("prev_idx",) for backend in (torch.cuda, torch.xpu, torch.mtia)},
+    **{
+        backend.StreamContext: ("src_prev_stream", "dst_prev_stream")
+        for backend in (torch.cuda, torch.xpu, torch.mtia)
+    },
+}
+"""The attributes in which torch's context managers keep what they found in a thread when they are
+entered; no other way leads there. Others keep nothing (``saved_tensors_hooks``, function modes),
+keep it when they are made (``set_grad_enabled``), make another object each time
+(``torch.device``, ``torch.cuda.stream``), or are about state of the process (``sdpa_kernel``)."""
+
 # --- transforms
 
 is_transformed = torch._C._functorch.is_functorch_wrapped_tensor

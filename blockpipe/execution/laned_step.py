@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from typing import Literal
 
+from .._common.threads.shared_contexts import SharedContexts
 from .._torch.graph import saved_tensor_hooks
 from ..devices.devices import is_asynchronous
 from ..restoring.process_state import kept_process_state
@@ -61,7 +62,8 @@ class LanedStep:
         if request.observer is not None:
             request.observer.plays(schedule)
         before = None if only == "B" else prepared.unwritten.states()
-        with kept_process_state() if prepared.recording.changes_process else _NOTHING:
+        keeps = kept_process_state() if prepared.recording.changes_process else _NOTHING
+        with keeps, SharedContexts():
             threads.run()
         prepared.knows_backwards |= is_first
         if before is not None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .._common.callsite import users_line
 from .._common.modules import STATE
+from .._common.threads.thread_state import autocast_states
 from .._torch.modes import is_in_forward_mode
 from .._torch.modules import COMPILED_CALL, SLOTS, caches_parametrizations, slots_of
 from ..restoring.process_state import process_state
@@ -84,6 +85,7 @@ _DETACH = "detach tensors that must get no gradient instead"
 _LEAVE_OUT = "leave it out, because the results are the same without the cache"
 _ON_ONE_STAGE = "compute everything that has tangents on one stage"
 _REMEDIES = {_CACHED: _LEAVE_OUT, _FORWARD_MODE: _ON_ONE_STAGE}
+_LEAVE = "enter it by 'with'"  # where the next micro-batch would begin with it
 _AROUND = "change it around the whole step instead"
 
 
@@ -99,6 +101,7 @@ class SharedChanges:
         self._attributes = {path: _attributes(module) for path, module in model.named_modules()}
         self._slots = {path: _slots(module) for path, module in model.named_modules()}
         self._switches, self._process = _switches(), process_state()
+        self._autocast = autocast_states()
         self.changes_process = False
         self._changed: dict[tuple[str, str], Tensor | None] = {}  # by path and name
         self._calls = Counter[str]()
@@ -183,6 +186,9 @@ class SharedChanges:
                     f"{name}.requires_grad", f"reads {name!r}", held[key].hops, line, _DETACH
                 )
         if len(result.hops) > 1:
+            if autocast_states() != self._autocast:
+                on_all = [*range(len(result.hops))]
+                yield SharedChange("autocast", "leaves it so", on_all, users_line(), _LEAVE)
             for name, (on, line) in self._switched.items():
                 if name in (_OUT, _ERR) and reads.is_unread("getvalue"):
                     continue

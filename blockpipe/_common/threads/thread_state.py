@@ -8,17 +8,18 @@ import contextvars
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from ..._torch.graph import saved_tensor_hooks
+from ..._torch.graph import pop_saved_tensor_hooks, saved_tensor_hooks
 from ..._torch.modes import (
     dispatch_modes,
     function_modes,
+    how_many_dispatch_modes,
     how_many_function_modes,
     pop_dispatch_mode,
     pop_function_mode,
@@ -33,7 +34,8 @@ R = TypeVar("R")
 class ThreadState(threading.local):
     """What a thread of ours is doing: the glue of the run that runs in it, the forward lock, if it
     holds that (at most one thread runs forward code for accelerators at a time), the function
-    modes that are off meanwhile, and what it has entered that all threads see."""
+    modes that are off meanwhile, what it has entered that all threads see, and whether it is one
+    that only works for callers."""
 
     def __init__(self) -> None:
         self.entered: list[Any] = []
@@ -41,6 +43,7 @@ class ThreadState(threading.local):
     mode: Any = None
     forward_lock: "threading.Lock | None" = None
     modes: "Sequence[TorchFunctionMode]" = ()  # the user's, while what runs is ours
+    is_ours: bool = False
 
 
 in_thread = ThreadState()
@@ -201,11 +204,10 @@ class CallerState:
     saved-tensor hooks, context variables, current streams."""
 
     def __init__(self) -> None:
-        self._autocast = [
-            (kind, torch.get_autocast_dtype(kind))
-            for kind in _device_kinds()
-            if torch.is_autocast_enabled(kind)
-        ]
+        states = autocast_states()
+        self._autocast = [(kind, dtype) for kind, is_on, dtype in states if is_on]
+        self._autocast_off = [(kind, False, dtype) for kind, _, dtype in states]
+        self._caches_casts = torch.is_autocast_cache_enabled()
 
     def for_threads(self) -> Self:
         """Keep what other threads need as well; in the caller's own there is no need to."""
@@ -227,7 +229,8 @@ class CallerState:
         return bool(self._autocast)
 
     def run(self, function: Callable[[], R], *, backward: bool = False) -> R:
-        """Call a function in this thread as if in the caller's; after :meth:`for_threads`.
+        """Call a function in this thread, which is ours, as if in the caller's; after
+        :meth:`for_threads`.
 
         Args:
             function: what to call.
@@ -236,6 +239,34 @@ class CallerState:
         return self._context.copy().run(self._run, function, backward)
 
     def _run(self, function: Callable[[], R], backward: bool) -> R:
+        in_thread.is_ours = True
+        self._take_off_leftovers()
+        if torch.is_inference_mode_enabled():  # left by a guard that is still there
+            with torch.inference_mode(False):
+                return self._run_in_clean(function, backward)
+        return self._run_in_clean(function, backward)
+
+    def _take_off_leftovers(self) -> None:
+        """Take off what the user's code has left on in this thread, whatever it worked for then: a
+        mode that was entered in a stage, or in a hook, and not left."""
+        if autocast_states() != self._autocast_off:
+            for kind, is_on, dtype in self._autocast_off:
+                torch.set_autocast_enabled(kind, is_on)
+                torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self._caches_casts)
+        torch.autocast_increment_nesting()
+        while torch.autocast_decrement_nesting():
+            torch.clear_autocast_cache()
+        if how_many_function_modes():
+            with suppress(AssertionError):  # its mode is not where torch looks for it
+                torch.set_default_device(None)
+            leave_modes()
+        while how_many_dispatch_modes():
+            pop_dispatch_mode()
+        while saved_tensor_hooks() is not None:
+            pop_saved_tensor_hooks()
+
+    def _run_in_clean(self, function: Callable[[], R], backward: bool) -> R:
         if self._has_grad_mode_alone:  # to enter nothing, one by one, takes as long as an action
             with torch.set_grad_enabled(self._grad or backward):
                 return function()

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from ..._common.callsite import remembers_caller, users_line
 from ..._common.checks import expected, is_integer
+from ..._common.threads.shared_contexts import SharedContexts
 from ..._common.threads.thread_state import CallerState
 from ...errors import PlanError, UsageError
 
@@ -189,7 +190,8 @@ def launch(main: Callable[[], R], stages: int) -> list[R]:
         )
         for rank in range(stages)
     ]
-    _run(threads, ranks)
+    with SharedContexts():
+        _run(threads, ranks)
     if ranks.failure is not None:
         raise ranks.failure
     return [results[rank] for rank in range(stages)]

@@ -21,6 +21,7 @@ from ..._common.callsite import users_line
 from ..._common.modules import call_with_tensors, named_slots
 from ..._common.nested import map_tensors, tensors
 from ..._common.progress import Progress
+from ..._common.threads.shared_contexts import SharedContexts
 from ..._common.threads.thread_state import CallerState, intra_operation_threads
 from ..._torch.modules import COMPILED_CALL, buffers_of, parameters_of
 from ...batches.losses import computed_loss, own_loss_or_none
@@ -224,7 +225,7 @@ def _seconds_in_a_crowd(step: Callable[[], float], others: int, repeats: int) ->
     The result is 0 if the model cannot run concurrently with itself. A pipeline never does that:
     its lanes are on different modules.
     """
-    with suppress(Exception), _in_a_crowd(step, others) as has_failed:
+    with suppress(Exception), SharedContexts(), _in_a_crowd(step, others) as has_failed:
         seconds = statistics.median(step() for _ in range(repeats))
         return 0.0 if has_failed.is_set() else seconds
     return 0.0

@@ -47,6 +47,24 @@ def test_the_callers_thread_state_goes_along():
     assert states == [(False, True)] * 2
 
 
+def test_a_context_manager_of_torchs_that_ranks_share_is_each_ones_own():
+    """A rank that left it set what another one had found."""
+    shared = torch.no_grad()
+
+    def main() -> list[bool]:
+        with torch.set_grad_enabled(dist.get_rank() == 0):
+            for rank in range(2):
+                dist.barrier()
+                if rank == dist.get_rank():
+                    shared.__enter__()
+            dist.barrier()
+            within = torch.is_grad_enabled()
+            shared.__exit__(None, None, None)
+            return [within, torch.is_grad_enabled()]
+
+    assert launch(main, 2) == [[False, True], [False, False]]
+
+
 def test_the_first_failure_ends_the_others():
     """It comes out as it was raised; no thread is left, and the next launch works."""
     done = []
