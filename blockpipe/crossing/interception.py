@@ -104,6 +104,7 @@ _WHERE: dict[Any, Callable[[torch.device], Any]] = {
 # Writes that autograd does not count. What others have saved of the tensor, and copies on other
 # stages, are of the values before.
 _UNCOUNTED = frozenset([Tensor.apply_, Tensor.map_, Tensor.map2_])
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _QUESTIONS = _METADATA.union(_WHERE)
 _ANSWERED = _QUESTIONS | _READS_GRADIENT
 _LOOKS_AT_GRAPH = _HOOKS | {getattr(Tensor, name).__get__ for name in ("grad_fn",)}
@@ -228,6 +229,8 @@ class CrossingMode(ForwardMode):
                 else v
                 for k, v in kwargs.items()
             }
+        if reads and func == _DATA:  # a write to it has to be counted: other stages have copies
+            func = Tensor.detach
         constants = claims.constants_read(func, args, kwargs)
         with waiting_for_device() if self._waiting and func.__name__ in self._waiting else _NOTHING:
             result = call_under(modes, func, args, kwargs) if modes else func(*args, **kwargs)

@@ -118,6 +118,17 @@ class Handled:
             return self.c(y) + h
 
     @row
+    def in_place_through_data(self, x):
+        with B(0):
+            h = self.a(x) + 0
+        with B(1):
+            y = self.b(h * 1)
+            h.data.mul_(2)
+            h.data[:, 0] = 0
+        with B(2):
+            return self.c(y) + h * 1
+
+    @row
     def setitem(self, x):
         with B(0):
             h = self.a(x) * 1
