@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ...._common.threads.thread_state import ours
 from ...._torch.modules import buffers_of, parameters_of
+from ...._torch.tensors import is_view, storage_of
 from ..evaluation.expressions import Frame, bound_by, members_of
 from ..evaluation.members import UNKNOWN
 from ..places import is_array, is_looked_into, within
@@ -149,13 +150,13 @@ class _Found:
 
     def behind(self, node: ast.expr) -> list[Tensor]:
         """Return the tensors of which an expression gives one, or a part, or several in a list."""
-        own = self._among(self.frame.evaluated(node))
+        value = self.frame.evaluated(node)
+        own, inner = self._among(value), list[ast.expr]()
+        if isinstance(node, ast.Name):
+            return [*own, *self._turned(node.id)] or self._set_to(node, value)
         if own:
             return own
-        inner: list[ast.expr] = []
         match node:
-            case ast.Name(id=name):
-                return self._named(name)
             case ast.Attribute(value=value, attr=name) if name in _PARTS:
                 inner = [value]
             case ast.Subscript(value=value):
@@ -175,22 +176,29 @@ class _Found:
         if not isinstance(value, Tensor):
             return []
         with ours():  # no mode is asked
-            base = value._base if value._is_view() else None
+            base = value._base if is_view(value) else None
         return next(([t] for t in (value, base) if t is not None and self.lasts(t)), [])
 
-    def _named(self, name: str) -> list[Tensor]:
-        """Return what a local variable names that the frame does not have, or has a part of."""
-        if name in self._seen:
-            return []
-        self._seen.add(name)
-        code = self.frame.code
-        set_to = (value for known, value in assignments_of(code) if known == name)
-        found = [t for value in set_to for one in alternatives(value) for t in self.behind(one)]
-        for target, over in loops_of(code):
+    def _turned(self, name: str) -> Iterator[Tensor]:
+        """Yield what a variable names in the turns of the loops that set it."""
+        for target, over in loops_of(self.frame.code):
             if any(isinstance(part, ast.Name) and part.id == name for part in ast.walk(target)):
                 members = members_of(self.frame, over)
                 for member in () if members is UNKNOWN else members:
-                    values = (value for own, value in bound_by(target, member) if own == name)
-                    found += [tensor for value in values for tensor in self._among(value)]
-        self._seen.discard(name)
-        return found
+                    for own, value in bound_by(target, member):
+                        yield from self._among(value) if own == name else ()
+
+    def _set_to(self, node: ast.Name, value: Any) -> list[Tensor]:
+        """Return what a local variable was set to last, in the order of lines. If it names a tensor
+        now, which the forward has made, only what has the memory of that counts (``.data``)."""
+        own = (at for name, at in assignments_of(self.frame.code) if name == node.id)
+        before = [at for at in own if at.lineno <= node.lineno]
+        if not before or node.id in self._seen:
+            return []
+        self._seen.add(node.id)
+        found = [tensor for one in alternatives(before[-1]) for tensor in self.behind(one)]
+        self._seen.discard(node.id)
+        if not isinstance(value, Tensor):
+            return found
+        with ours():  # no mode is asked
+            return [tensor for tensor in found if storage_of(tensor) == storage_of(value)]

@@ -57,6 +57,18 @@ def _one_of_two(net: Net, h: Tensor) -> None:
     chosen.zero_()
 
 
+def _data(net: Net, h: Tensor) -> None:
+    weight = net.first.weight.data
+    if h.max() > 200:
+        weight *= 0.9
+
+
+def _some_of_all(net: Net, h: Tensor) -> None:
+    for parameter in (net.first.weight, net.second.weight):
+        if h.max() > 200:
+            parameter.data.mul_(0.9)
+
+
 def _part(net: Net, h: Tensor) -> None:
     net.memory.data[0] = h.mean()
 
@@ -98,7 +110,10 @@ WRITES = {
     "batch_norm": lambda net, h: F.batch_norm(h, net.memory, net.variance, training=True),
     **{
         use.__name__: use
-        for use in (_alias, _loop, _pairs, _one_of_two, _part, _adds, _assigns_data, _own_function)
+        for use in (
+            *(_alias, _loop, _pairs, _one_of_two, _data, _some_of_all, _part, _adds),
+            *(_assigns_data, _own_function),
+        )
     },
 }
 READS = {
@@ -164,3 +179,25 @@ def test_a_question_about_what_it_is_is_not(ask: Callable[[Net, Tensor], None]) 
     assert_close(pipe.forward_backward(x, target=x, loss_fn=F.mse_loss).loss, expected)
     assert_same_gradients(net, plain)
     assert_close(net.memory, plain.memory)
+
+
+def test_a_variable_that_named_a_parameter_before_is_not_that() -> None:
+    class Starts(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            with bp.Block(stage=0):
+                h = self.first.bias
+                h = self.first(x) + h
+            with bp.Block(stage=1):
+                h = self.second(h)
+                if h.mean() > 100:
+                    h.mul_(0.5)
+                return h
+
+    torch.manual_seed(0)
+    net, plain = Starts(_log), Starts(_log)
+    plain.load_state_dict(net.state_dict())
+    x = torch.randn(8, 4)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2)
+    expected = plain_step(plain, (x,), {}, x, F.mse_loss, 2)
+    assert_close(pipe.forward_backward(x, target=x, loss_fn=F.mse_loss).loss, expected)
+    assert_same_gradients(net, plain)
