@@ -4,5 +4,5 @@ In: the frames of a watched forward, the code that autograd will call, and the l
 :class:`SharedChange` of the recording. Read first: ``shared_values``, which traces, and
 ``known_values``, which draws the conclusions. ``syntax`` has what an instruction reads or sets, and
 ``evaluation`` evaluates that. ``still_code`` looks at code that runs in no recording,
-``tensor_uses`` at its tensors, ``drawn_numbers`` at what it draws.
+``tensors`` at its tensors, ``drawn_numbers`` at what it draws.
 """

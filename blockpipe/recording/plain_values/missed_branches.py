@@ -25,6 +25,7 @@ from .still_code import StillFrame, frames_of
 from .syntax.accesses import Access, branches_of, sources_of, tests_of, turns_of
 from .syntax.branches import Turn
 from .syntax.effects import ASKS_SHAPE, name_called
+from .tensors.missed_tensors import MissedTensors
 
 # A recording finds the same ones of these, whatever the data.
 _OF_NO_DATA = (
@@ -50,6 +51,7 @@ class MissedBranches:
         sizes: tells what follows from the sizes of a micro-batch.
         note: notes the accesses of an instruction that did not run, in a frame on a hop.
         note_still: notes those of a function that did not run, on a hop.
+        tensors: is told of the tensors in both.
         fake: whether the forward runs on fake tensors; then it reads no data.
     """
 
@@ -59,10 +61,12 @@ class MissedBranches:
         sizes: Sizes,
         note: Callable[[Iterable[Access], types.FrameType, int], None],
         note_still: Callable[[StillFrame, int], None],
+        tensors: MissedTensors,
         *,
         fake: bool,
     ) -> None:
         self._known, self._sizes, self._fake = known, sizes, fake
+        self._tensors = tensors
         self._note, self._note_still = note, note_still
         self._calls = _MissedCalls()
         self._raised: dict[int, type[BaseException]] = {}  # the latest, by the id of a frame
@@ -109,8 +113,11 @@ class MissedBranches:
             for offset in missed:
                 hop = hops[max(known for known in hops if known < offset)]
                 self._note(accesses[offset], running, hop)
+                may_run = self._tensors.note(accesses[offset], frame, hop)
                 for still in self._calls.behind(accesses[offset], frame, hop, by_size=by_size):
                     self._note_still(still, hop)
+                    if may_run:
+                        self._tensors.note_still(still, hop)
 
     def _opened(
         self,

@@ -110,14 +110,14 @@ def set_by_method(node: ast.expr, frame: Frame) -> list[tuple[Any, str]] | None:
     sets_mode = name != "requires_grad_"
     if isinstance(owner, Tensor):
         return [] if sets_mode else [(owner, NEEDS_GRADIENT)]
-    modules = _within(owner) if isinstance(owner, nn.Module) else ()
+    modules = within(owner) if isinstance(owner, nn.Module) else ()
     if sets_mode:
         return [(module, "training") for module in modules]
     held = (p for module in modules for p in parameters_of(module).values())
     return [(parameter, NEEDS_GRADIENT) for parameter in held if parameter is not None]
 
 
-def _within(module: nn.Module) -> Iterable[nn.Module]:
+def within(module: nn.Module) -> Iterable[nn.Module]:
     """Return a module and all inside of it; ``modules()`` may be the user's."""
     found, level = {id(module): module}, [module]
     for outer in level:

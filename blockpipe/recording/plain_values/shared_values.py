@@ -62,11 +62,12 @@ from .places import (
     use_by,
 )
 from .still_code import StillFrame, frames_of, functions_by_code, read_of_unknown
-from .syntax.accesses import Access, accesses_of, is_by_chance, may_set
+from .syntax.accesses import Access, accesses_of, is_by_chance, may_set, may_write
 from .syntax.effects import arguments_of, changes_given
 from .syntax.uses import Use
 from .taken_in import TakenIn
-from .tensor_uses import TensorUses
+from .tensors.missed_tensors import MissedTensors
+from .tensors.tensor_uses import TensorUses
 from .values import ApartRun, back, frozen
 
 _OF_GENERATOR = "give each stage a generator of its own, or draw the numbers before the forward"
@@ -112,7 +113,9 @@ class SharedValues:
         self.on_read: Callable[[Any, Any, types.FrameType, bool], None] = lambda *found: None
         users = [f for same in self._functions.values() for f in same if is_users(f.__module__)]
         # To trace takes about as long as the recording of a small model.
-        self.traces = traces or self.draws.has_own(users) or any(may_set(f.__code__) for f in users)
+        codes = [function.__code__ for function in users]
+        self.traces = traces or self.draws.has_own(users) or any(map(may_set, codes))
+        self.traces = self.traces or any(map(may_write, codes))
         self._replaces_all = any(not {*names_in(f.__code__)}.isdisjoint(WHOLE) for f in users)
         self.known = KnownValues(names, fake=fake)
         itself: Any = weakref.proxy(self)  # a cycle would keep tensors of the frames
@@ -128,7 +131,9 @@ class SharedValues:
         self._pending = PendingWrites(self.known, fake=fake)
         note = partial(SharedValues._note_all, itself, over=True)
         note_still = partial(SharedValues._note_still, itself)
-        self._branches = MissedBranches(self.known, self.sizes, note, note_still, fake=fake)
+        self.missed = MissedTensors(self.known)
+        beside = note, note_still, self.missed
+        self._branches = MissedBranches(self.known, self.sizes, *beside, fake=fake)
         self._checkpoints = CheckpointedFrames()
         self._collecting = CollectingGarbage()
         self._still: ApartRun | None = None  # code that is looked at, and does not run
@@ -222,6 +227,7 @@ class SharedValues:
     ) -> None:
         frame = Frame(running, self._functions, self._returned.get(id(running)))
         for access in accesses:
+            frame.line = frame.line_of(access.node) if over else frame.line
             try:
                 if access.is_call:
                     self._note_call(access, frame, hop)

@@ -27,7 +27,7 @@ from ..._torch.modules import (
 )
 from ...batches.losses import WeightedLoss
 from ...restoring.model_state import is_users
-from .evaluation.expressions import Frame, members_of
+from .evaluation.expressions import Frame, bound_by, members_of
 from .evaluation.members import UNKNOWN, attribute_in
 from .syntax.accesses import (
     Access,
@@ -101,7 +101,7 @@ class StillFrame:
             turned = self._turned | {target}
             members = _or_unknown(functools.partial(members_of, frame), over)
             for member in () if members is UNKNOWN else _some(members):
-                new = {n: value for n, value in _bound(target, member) if value is not UNKNOWN}
+                new = {n: value for n, value in bound_by(target, member) if value is not UNKNOWN}
                 if new:  # else it is what it was, turn after turn
                     known, inner = {**self.f_locals, **new}, self.is_inner
                     yield StillFrame(
@@ -318,27 +318,6 @@ def _first_of(nodes: Iterable[ast.expr], frame: Frame) -> Iterator[Any]:
             yield from values if isinstance(values, tuple) else ()
             return
         yield _or_unknown(frame.evaluated, node)
-
-
-def _bound(target: ast.expr, member: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the names in a loop's target, with their values in a turn."""
-    if isinstance(target, ast.Name):
-        yield target.id, member
-    elif isinstance(target, ast.Starred):
-        yield from _bound(target.value, member)
-    elif isinstance(target, ast.Tuple | ast.List):
-        for inner, value in zip(target.elts, _unpacked(target.elts, member), strict=True):
-            yield from _bound(inner, value)
-
-
-def _unpacked(targets: list[ast.expr], member: Any) -> list[Any]:
-    """Return what each target of an unpacking gets."""
-    values = [*member] if type(member) in (list, tuple) else []
-    at = next((i for i, one in enumerate(targets) if isinstance(one, ast.Starred)), None)
-    if at is not None and len(values) >= len(targets) - 1:
-        end = len(values) - (len(targets) - at - 1)
-        values = [*values[:at], values[at:end], *values[end:]]
-    return values if len(values) == len(targets) else [UNKNOWN] * len(targets)
 
 
 def _some(members: Iterable[Any]) -> list[Any]:

@@ -304,6 +304,11 @@ class Recorder:
         """Return whether this forward made a tensor."""
         return is_made_by(tensor, self.key)
 
+    def outlives(self, tensor: Tensor) -> bool:
+        """Return whether a tensor was there before this forward."""
+        is_known = id(tensor) in self.held or self.outside_tensors.knows(tensor)
+        return is_known or not self.has_made(tensor)
+
     def gave(self, arguments: Any) -> bool:
         """Return whether a call in another thread (autograd's, or of the forward's own making) is a
         part of this recording: some of its arguments come from it."""

@@ -1,10 +1,17 @@
-"""The cursor of a recorded forward, which reports marks and moves."""
+"""The cursor of a recorded forward, which reports marks and moves, and the marks that it has not
+met."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+from torch import nn
+
+from ..._common.text import short
 from ..._common.threads.thread_state import ours
 from ...stages.cursor import Cursor, Mark
+from ...stages.marks import mark_of
+from ..entries import Hop
+from ..recording import Recording
 
 
 class WatchedCursor(Cursor):
@@ -63,3 +70,25 @@ class WatchedCursor(Cursor):
         """
         is_marked = self.follow_marks and self.mark is not None
         return is_marked and max(route, default=-1) + 1 == self.stage < following
+
+
+def unreached(model: nn.Module, result: Recording) -> Iterator[str]:
+    """Yield the marks on modules that were not called, in words."""
+    called = {call.path for call in result.calls}
+    for path, module in model.named_modules():
+        mark = mark_of(module)
+        if mark is not None and path not in called:
+            stage = "the next stage" if mark.stage is None else f"stage {mark.stage}"
+            yield f"{path!r} is marked as {stage} ({short(mark.where)}), but never called"
+
+
+def passed_over(hops: Sequence[Hop]) -> Iterator[str]:
+    """Yield the stages that marks name and on which nothing runs, in words."""
+    busy = {hop.stage for hop in hops if hop.operations or hop.kernels}
+    for hop in hops:
+        if hop.stage not in busy and len(hops) > 1:
+            yield (
+                f"nothing ran on stage {hop.stage}, which the mark at {short(hop.where)} begins, "
+                "when the model was recorded; if that is so in each step, take the mark away, and "
+                "number those behind it anew"
+            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..._common.modules import MISSING, STATE, StateWithoutStandIns
 from ..._common.nested import map_tensors, tensors
 from ..._common.progress import Progress
-from ..._common.text import dtype_text, short
+from ..._common.text import dtype_text
 from ..._common.threads.thread_state import as_ours, theirs
 from ..._torch.modules import COMPILED_CALL, is_compiled, no_cached_parametrizations
 from ..._torch.tensors import shape_of, version_of
@@ -26,7 +26,6 @@ from ...crossing.user_checkpoints import intercepting
 from ...restoring.holders import Holder, container_of
 from ...restoring.model_state import is_users
 from ...stages.cursor import set_cursor
-from ...stages.marks import mark_of
 from ..entries import Hop, Output, SharedChange
 from ..outside.compared_members import TORCHS
 from ..outside.outside_state import OutsideState
@@ -34,6 +33,7 @@ from ..plain_values.evaluation.index_uses import IndexUses
 from ..plain_values.shared_values import SharedValues
 from ..plain_values.still_code import Hook, hooks_in, may_set_by
 from ..plain_values.taken_in import made_in, made_since
+from ..plain_values.tensors.tensor_uses import ForwardsTensors
 from ..plain_values.values import back
 from ..plan_resolution import Stages
 from ..reads import NamesRead
@@ -51,7 +51,7 @@ from .mode import PackingSeen, RecordedForward, RecordingMode
 from .read_beside import ReadBeside
 from .recorder import Recorder
 from .saved_tensors import Activations
-from .watched_cursor import WatchedCursor
+from .watched_cursor import WatchedCursor, passed_over, unreached
 
 
 def looked_at_twice(run: Callable[[bool], Recording]) -> Recording:
@@ -129,12 +129,7 @@ def run_watched(
         _note_code_beside(request, recorder, values)
         _note_state(model, recorder, values, [*holders, *request.modes])
         recorder.leaving = [*calls_that_leave_tensors(model, recorder)]
-        result.shared_changes += values.tensors.shared(
-            recorder.held,
-            recorder.outside_tensors.found(),
-            recorder.stand_ins,
-            lambda tensor: version_of(tensor) != versions[id(tensor)][1],
-        )
+        _note_tensors(recorder, values, versions)
         result.shared_changes += _draws(model, recorder, values)
     finally:
         set_cursor(before)
@@ -148,7 +143,7 @@ def run_watched(
     finally:
         recorder.activations.forget()
     if planned is None:
-        result.unreached = [*_unreached(model, result), *_passed_over(result.hops)]
+        result.unreached = [*unreached(model, result), *passed_over(result.hops)]
     return result
 
 
@@ -164,6 +159,7 @@ def _watching_values(
     values.sizes.given(type(request.model).forward, (holder.owner for holder in of_batch))
     values.on_read = ReadBeside(recorder.key, here[0], recorder.calls.with_arguments).found
     values.indices = IndexUses(request.on_index)
+    values.missed.lasts = recorder.outlives
     return values
 
 
@@ -275,6 +271,23 @@ def _note_code_beside(request: RecordRequest, recorder: Recorder, values: Shared
         values.runs_beside(request.loss_fn, None, max(recorder.hop, 0))
 
 
+def _note_tensors(
+    recorder: Recorder, values: SharedValues, versions: Mapping[int, tuple[Tensor, int]]
+) -> None:
+    """Write down the tensors that code which did not run would share with the forward."""
+    forward = ForwardsTensors(
+        recorder.held,
+        recorder.outside_tensors.found(),
+        recorder.stand_ins,
+        lambda tensor: version_of(tensor) != versions[id(tensor)][1],
+    )
+    result, missed = recorder.result, [*values.missed.shared(forward)]
+    result.shared_changes += [*values.tensors.shared(forward), *missed]
+    if not missed:
+        by_size = values.missed.shared_by_size(forward)
+        result.turns_by_size = result.turns_by_size or by_size
+
+
 def _note_late(recorder: Recorder, values: SharedValues) -> None:
     """Write down what backwards must not come after, of which the next forward is one."""
     late = recorder.late
@@ -369,28 +382,6 @@ def _outputs(output: Any, given: Container[int]) -> Iterator[Output]:
         for tensor in tensors(value):
             shape, dtype = shape_of(tensor), dtype_text(tensor.dtype)
             yield Output(name, shape, dtype, tensor is loss, id(tensor) in given)
-
-
-def _unreached(model: nn.Module, result: Recording) -> Iterator[str]:
-    """Yield the marks on modules that were not called, in words."""
-    called = {call.path for call in result.calls}
-    for path, module in model.named_modules():
-        mark = mark_of(module)
-        if mark is not None and path not in called:
-            stage = "the next stage" if mark.stage is None else f"stage {mark.stage}"
-            yield f"{path!r} is marked as {stage} ({short(mark.where)}), but never called"
-
-
-def _passed_over(hops: Sequence[Hop]) -> Iterator[str]:
-    """Yield the stages that marks name and on which nothing runs, in words."""
-    busy = {hop.stage for hop in hops if hop.operations or hop.kernels}
-    for hop in hops:
-        if hop.stage not in busy and len(hops) > 1:
-            yield (
-                f"nothing ran on stage {hop.stage}, which the mark at {short(hop.where)} begins, "
-                "when the model was recorded; if that is so in each step, take the mark away, and "
-                "number those behind it anew"
-            )
 
 
 @contextlib.contextmanager

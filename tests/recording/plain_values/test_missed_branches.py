@@ -94,3 +94,17 @@ def test_a_read_on_the_stage_that_sets_it_is_not() -> None:
         expected = plain_step(plain, (x,), {}, x, mse_loss, 2)
         assert_close(pipe.forward_backward(x, target=x, loss_fn=mse_loss).loss, expected)
         assert_same_gradients(net, plain)
+
+
+def test_a_list_that_a_variable_names_may_be_added_to_in_such_a_branch() -> None:
+    def keep(net: Net, h: Tensor) -> None:
+        kept = net.kept
+        if h.mean() > 100:
+            kept += [h.shape]
+
+    net = Net(keep, lambda net: torch.tensor(float(len(net.kept))))
+    net.kept = []
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2)
+    x = torch.rand(8, 4) + 1
+    with pytest.raises(StateError, match=r"changes a list"):
+        pipe.forward_backward(x, target=x, loss_fn=mse_loss)

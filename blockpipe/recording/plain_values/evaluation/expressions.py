@@ -11,7 +11,7 @@ import os
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -72,6 +72,10 @@ class Frame:
         self.frame, self._functions, self._returned = frame, functions, returned
         self.kept: list[Any] = []
         self.is_running = isinstance(frame, types.FrameType)
+
+    def line_of(self, node: ast.expr) -> str:
+        """Return the line that an expression is on, wherever the frame is."""
+        return f"{self.code.co_filename}:{node.lineno}"
 
     def evaluated(self, node: ast.expr) -> Any:
         """Return the value of an expression; ``UNKNOWN`` if code would have to run for it."""
@@ -318,6 +322,9 @@ def members_of(frame: Frame, node: ast.expr) -> Any:
             return [*getattr(owner, name)()] if is_torchs else UNKNOWN
         return UNKNOWN
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
+        if node.func.id == "zip":
+            several = [members_of(frame, one) for one in node.args]
+            return UNKNOWN if UNKNOWN in several else [*zip(*several, strict=False)]
         found = members_of(frame, node.args[0])
         if found is UNKNOWN or node.func.id not in ("list", "tuple", "enumerate", "reversed"):
             return UNKNOWN
@@ -328,3 +335,29 @@ def members_of(frame: Frame, node: ast.expr) -> Any:
     if isinstance(value, nn.ModuleList | nn.Sequential):
         return [*children_of(value).values()]
     return [*value] if type(value) in (list, tuple, deque, dict, set, frozenset) else UNKNOWN
+
+
+def bound_by(target: ast.expr, member: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the names in a loop's target, with their values in a turn.
+
+    Args:
+        target: the target.
+        member: what the loop gives in that turn.
+    """
+    if isinstance(target, ast.Name):
+        yield target.id, member
+    elif isinstance(target, ast.Starred):
+        yield from bound_by(target.value, member)
+    elif isinstance(target, ast.Tuple | ast.List):
+        for inner, value in zip(target.elts, _unpacked(target.elts, member), strict=True):
+            yield from bound_by(inner, value)
+
+
+def _unpacked(targets: list[ast.expr], member: Any) -> list[Any]:
+    """Return what each target of an unpacking gets."""
+    values = [*member] if type(member) in (list, tuple) else []
+    at = next((i for i, one in enumerate(targets) if isinstance(one, ast.Starred)), None)
+    if at is not None and len(values) >= len(targets) - 1:
+        end = len(values) - (len(targets) - at - 1)
+        values = [*values[:at], values[at:end], *values[end:]]
+    return values if len(values) == len(targets) else [UNKNOWN] * len(targets)

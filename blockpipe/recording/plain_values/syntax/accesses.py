@@ -17,14 +17,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from .bindings import assigned, bound, captured, set_to, stored
-from .branches import Turn, tests_in, turns_in
+from .branches import Condition, Turn, conditions_in, tests_in, turns_in
 from .contents import alternatives
-from .effects import ASKS_CHANCE, CHANGES_GIVEN, DOES_BOTH, SETS_TORCHS, WRITES, name_called
+from .effects import (
+    ASKS_CHANCE,
+    CHANGES_GIVEN,
+    DOES_BOTH,
+    SETS_TORCHS,
+    WRITES,
+    name_called,
+    writes_in_place,
+)
 from .uses import Use, goes_back, is_function, is_said_in, key_taken, use_of
 
 _OF_ENVIRONMENT = ("getenv", "getenvb")
 _FORMATS = frozenset(["str", "repr", "format", "int", "float", "round", "bool"])
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__", "__setstate__", "__repr__", "extra_repr")
+_INITIALIZES = ("init", "reset_parameters")
+_OUT = frozenset(["out"])  # the keyword
 _STORES = frozenset(
     [
         *("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "STORE_SLICE"),
@@ -53,7 +63,7 @@ class Access:
         key: of a container, the key of the entry that a method of it takes: ``table.pop(key)``.
         is_first: whether it is the first of the arguments.
         is_dropped: whether the result of the function that takes it is dropped.
-        calls: whether it is read for a method of it, which is called.
+        method: the name of the method of it that it is read for, which is called.
         is_call: whether it is a call of any function, whose value only the function tells.
         assigned: what a write sets the value to, or comes out of.
     """
@@ -68,9 +78,14 @@ class Access:
     key: ast.expr | None = None
     is_first: bool = False
     is_dropped: bool = False
-    calls: bool = False
+    method: str = ""
     is_call: bool = False
     assigned: ast.expr | None = None
+
+    @property
+    def calls(self) -> bool:
+        """Whether it is read for a method of it, which is called."""
+        return bool(self.method)
 
     @property
     def counts(self) -> bool:
@@ -121,6 +136,19 @@ def may_set(code: types.CodeType) -> bool:
     return bool(sets_variable) or not _STORES.isdisjoint(operations) or any(map(may_set, inner))
 
 
+@functools.lru_cache(10_000)
+def may_write(code: types.CodeType) -> bool:
+    """Return whether a function's code may write in place to a tensor. What gives a module its
+    first values does not count."""
+    if code.co_name in _CONSTRUCTORS or any(part in code.co_name for part in _INITIALIZES):
+        return False
+    if any(map(writes_in_place, code.co_names)):
+        return True
+    keywords = (one for one in code.co_consts if isinstance(one, tuple))
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return any(not _OUT.isdisjoint(one) for one in keywords) or any(map(may_write, inner))
+
+
 @functools.lru_cache(1_000)
 def goes_to(code: types.CodeType, offset: int) -> str | None:
     """Return the attribute to which a text or a number that an instruction makes goes alone; an
@@ -145,6 +173,13 @@ def tests_of(code: types.CodeType) -> list[ast.expr]:
     nodes = _nodes_of(code)
     lines = _lines_of(code)
     return [test for test in nodes.tests if test.lineno in lines]
+
+
+def conditions_of(code: types.CodeType) -> list[Condition]:
+    """Return the conditions on which a function's code branches, with what depends on them."""
+    nodes = _nodes_of(code)
+    lines = _lines_of(code)
+    return [one for one in nodes.conditions if one.test.lineno in lines]
 
 
 def turns_of(code: types.CodeType) -> list[ast.expr | ast.stmt]:
@@ -251,6 +286,7 @@ class _Nodes:
         by_end: by its end, each expression and the nodes around it from the inside out.
         on_line: the names, by the line that they are on.
         tests: the conditions of branches and loops.
+        conditions: those of them that code depends on.
         turns: what else decides which code runs: loops, and errors that are caught.
         assignments: the names that are set to an expression, in their order.
         loops: the targets of loops, comprehensions too, with what they run over; also of what
@@ -266,6 +302,7 @@ class _Nodes:
     by_end: dict[tuple[int | None, int | None], list[_Place]]
     on_line: dict[int | None, list[tuple[ast.Name, tuple[ast.AST, ...]]]]
     tests: list[ast.expr] = field(default_factory=list)
+    conditions: list[Condition] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     assignments: list[tuple[str, ast.expr]] = field(default_factory=list)
     loops: list[tuple[ast.expr, ast.expr]] = field(default_factory=list)
@@ -313,6 +350,7 @@ def _nodes_in(source: str) -> _Nodes:
         elif isinstance(node, ast.Compare) and isinstance(node.ops[-1], ast.In | ast.NotIn):
             found.containers[node.end_lineno, node.end_col_offset] = node.comparators[-1]
         found.tests += tests_in(node)
+        found.conditions += conditions_in(node)
         found.turns += turns_in(node)
         found.assignments += assigned(node)
         found.loops += bound(node)
@@ -352,16 +390,16 @@ def _access(node: _Node, outer: tuple[ast.AST, ...], operation: str) -> Access |
             back = goes_back(ast.Subscript(node, key, ast.Load()), outer[2:])
         is_first = given_to is not None and node in getattr(outer[0], "args", ())[:1]
         ends = len(outer) > 1 and isinstance(outer[1], ast.Expr)
-        calls = isinstance(outer[0], ast.Attribute) and is_function(outer) if outer else False
-        return Access(node, True, False, back, use, given_to, is_said, key, is_first, ends, calls)
-    if "_FAST" in operation:
-        return None
+        method = outer[0].attr if is_function(outer) and isinstance(outer[0], ast.Attribute) else ""
+        return Access(node, True, False, back, use, given_to, is_said, key, is_first, ends, method)
     around = outer[0] if outer else None
     is_target = isinstance(around, ast.AugAssign) and node is around.target
+    if "_FAST" in operation and not (is_target and "LOAD_FAST" in operation):
+        return None  # but what a local variable names, ``+=`` may change
     back = around.value if isinstance(around, ast.AugAssign) and is_target else None
     # One instruction reads the value, and a later one sets it; if it is a container, it is
     # changed in place (``self.seen += [x]``).
-    loads = operation.startswith(("LOAD", "BINARY"))
+    loads = operation.startswith(("LOAD", "BINARY")) or "LOAD_FAST" in operation
     use = Use.WRITE if is_target else Use.NONE
     return Access(node, loads, not loads, back, use, assigned=set_to(node, outer))
 

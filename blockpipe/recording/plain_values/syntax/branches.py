@@ -19,6 +19,31 @@ def tests_in(node: ast.AST) -> Iterator[ast.expr]:
 
 
 @dataclass(frozen=True)
+class Condition:
+    """A condition, and the code that runs if it is true, or if it is not."""
+
+    test: ast.expr
+    body: Sequence[ast.expr | ast.stmt]
+    orelse: Sequence[ast.expr | ast.stmt] = ()
+
+    def asked_for(self, node: ast.expr) -> bool | None:
+        """Return what it has to be so that an expression runs; ``None``: it does not decide."""
+        if _is_in(self.body, node):
+            return True
+        return False if _is_in(self.orelse, node) else None
+
+
+def conditions_in(node: ast.AST) -> Iterator[Condition]:
+    """Yield the condition of a node that decides about code inside of it."""
+    if isinstance(node, ast.If):
+        yield Condition(node.test, node.body, node.orelse)
+    elif isinstance(node, ast.IfExp):
+        yield Condition(node.test, [node.body], [node.orelse])
+    elif isinstance(node, ast.While):
+        yield Condition(node.test, node.body)
+
+
+@dataclass(frozen=True)
 class Turn:
     """What else decides which code runs: a loop, or an error that is caught.
 
@@ -61,9 +86,9 @@ def turns_in(node: ast.AST) -> Iterator[Turn]:
                 yield Turn(node.body, node.body, (), call.args)
 
 
-def _is_in(statements: Sequence[ast.stmt | ast.ExceptHandler], node: ast.expr) -> bool:
+def _is_in(parts: Sequence[ast.expr | ast.stmt | ast.ExceptHandler], node: ast.expr) -> bool:
     at = node.lineno, node.col_offset
     return any(
         (one.lineno, one.col_offset) <= at < (one.end_lineno or 0, one.end_col_offset or 0)
-        for one in statements
+        for one in parts
     )

@@ -42,6 +42,7 @@ _UNBOUND = (types.MethodDescriptorType, types.WrapperDescriptorType)
 SETS_TORCHS = frozenset(["train", "eval", "requires_grad_"])
 """Methods that set the mode of modules, or whether parameters need a gradient."""
 FILLS = frozenset(["copy_", "zero_", "fill_"])  # of tensors; others that end so read as well
+_KEEPS_VALUES = frozenset(["requires_grad_", "detach_", "share_memory_", "rename_"])
 DOES_BOTH = frozenset(
     [
         *("pop", "popleft", "popitem", "setdefault", "send", "__next__"),
@@ -61,6 +62,12 @@ ASKS_SHAPE = (
     *("is_floating_point", "is_grad_enabled", "is_contiguous", "type", "get", "stride"),
 )
 """Functions that ask a tensor for no value."""
+
+
+def writes_in_place(name: str) -> bool:
+    """Return whether a method or a function of torch of this name writes to its first tensor."""
+    is_in_place = name.endswith("_") and not name.endswith("__") and name != "_"
+    return is_in_place and name not in _KEEPS_VALUES
 
 
 def arguments_of(call: ast.expr) -> list[ast.expr]:

@@ -11,8 +11,8 @@ from torch.nn.functional import mse_loss
 import blockpipe as bp
 from blockpipe.errors import StateError
 
-from ...parity import assert_same_gradients, plain_step
-from ...stage_devices import stages
+from ....parity import assert_same_gradients, plain_step
+from ....stage_devices import stages
 
 SHARED = torch.ones(4)
 TABLE = [torch.ones(4), torch.ones(4)]

@@ -1,0 +1,149 @@
+"""Tensors that outlive a forward and that branches read or write which the recording did not take.
+
+In a step, a read there is one that no hop is known for, and a write one that nobody waits for. The
+versions of tensors tell only some of them: ``.data`` has its own, and to read before an earlier
+micro-batch has written leaves no trace.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+
+from torch import Tensor
+
+from ...entries import SharedChange
+from ..evaluation.expressions import Frame
+from ..evaluation.members import UNKNOWN
+from ..known_values import KnownValues
+from ..still_code import StillFrame
+from ..syntax.accesses import Access, accesses_of, conditions_of, sources_of
+from ..values import SharedValue, shared_change
+from .tensor_uses import ForwardsTensors
+from .used_tensors import CONTENT, uses_of
+
+_REMEDY = "read and write it on one hop"
+_DECIDES = (bool, int, float, str, type(None), list, tuple, dict)
+
+
+class MissedTensors:
+    """The tensors that such branches use, with the hops that they are on.
+
+    Args:
+        known: the values that the forward has read and set.
+
+    Attributes:
+        lasts: says whether a tensor outlives the forward.
+    """
+
+    def __init__(self, known: KnownValues) -> None:
+        self._known_values = known
+        self._known: dict[tuple[int, bool], SharedValue] = {}  # the latter for other sizes
+        self.lasts: Callable[[Tensor], bool] = lambda tensor: False
+
+    def note(self, accesses: Iterable[Access], frame: Frame, hop: int) -> bool:
+        """Note what an instruction in such a branch would do, and return whether any data, or any
+        size, leads there.
+
+        Args:
+            accesses: its accesses.
+            frame: the frame that it is in, which may be over, or never run.
+            hop: the hop that it is on.
+        """
+        by_size, found = self._known_values.is_of_other_sizes, [*accesses]
+        if not by_size and self._is_closed(found[0].node, frame):
+            return False
+        for access in found:
+            line = frame.line_of(access.node)
+            with contextlib.suppress(Exception):  # of an object that cannot be looked at
+                for use in uses_of(access, frame, self.lasts):
+                    if use.key != CONTENT or access.is_said:
+                        continue
+                    key = id(use.tensor), by_size
+                    known = self._known.setdefault(key, SharedValue(use.tensor, CONTENT))
+                    if use.writes:
+                        known.is_set(hop, line)
+                        known.is_constant = False
+                    if use.reads:
+                        known.is_read(hop, line)
+        return True
+
+    def note_still(self, still: StillFrame, hop: int) -> None:
+        """Note what a function would do that such a branch calls."""
+        for accesses in accesses_of(still.f_code).values():
+            still.f_lineno = accesses[0].node.lineno
+            self.note(accesses, Frame(still, {}, None), hop)  # type: ignore[arg-type]
+
+    def _is_closed(self, node: ast.expr, frame: Frame) -> bool:
+        """Whether a condition around code is known to hold for all data, and keeps it from
+        running."""
+        for condition in conditions_of(frame.code):
+            asked_for = condition.asked_for(node)
+            if asked_for is not None and self._decided(condition.test, frame) is (not asked_for):
+                return True
+        return False
+
+    def _decided(self, test: ast.expr, frame: Frame) -> bool | None:
+        """Return what a condition is for all data; ``None`` if that is not known."""
+        match test:
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                found = self._decided(operand, frame)
+                return None if found is None else not found
+            case ast.BoolOp(op=op, values=values):
+                every = {self._decided(one, frame) for one in values}
+                ends = isinstance(op, ast.Or)
+                return ends if ends in every else None if None in every else not ends
+        if self._known_values.any_open([test], frame) or self._is_bound_anew(test, frame):
+            return None
+        match test:
+            case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot() as how], comparators=[right]):
+                both = frame.evaluated(left), frame.evaluated(right)
+                is_same = both[0] is both[1]
+                return None if UNKNOWN in both else is_same is isinstance(how, ast.Is)
+        value = frame.evaluated(test)
+        return bool(value) if isinstance(value, _DECIDES) else None
+
+    @staticmethod
+    def _is_bound_anew(test: ast.expr, frame: Frame) -> bool:
+        """Whether a condition asks for a variable that may name several objects in one call."""
+        code = frame.code
+        given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        names = {part.id for part in ast.walk(test) if isinstance(part, ast.Name)}
+        return any(len(sources_of(code, name)) + (name in given) > 1 for name in names)
+
+    def shared(self, forward: ForwardsTensors) -> Iterator[SharedChange]:
+        """Yield the tensors that one hop writes and another one uses, one of them in such a branch.
+
+        Args:
+            forward: tells what the recorded forward does with tensors.
+        """
+        uses = (known for (_, by_size), known in self._known.items() if not by_size)
+        return self._shared(uses, forward)
+
+    def shared_by_size(self, forward: ForwardsTensors) -> str:
+        """Return the line that uses what another hop writes if micro-batches of other sizes come;
+        empty if there is none.
+
+        Args:
+            forward: as in :meth:`shared`.
+        """
+        return next((c.where for c in self._shared(self._known.values(), forward)), "")
+
+    @staticmethod
+    def _shared(uses: Iterable[SharedValue], forward: ForwardsTensors) -> Iterator[SharedChange]:
+        for known in forward.merged(uses):
+            name, info, is_written = forward.told(known.owner)
+            recorded, line = ([], "") if info is None else (info.hops, info.where)
+            if is_written and len(recorded) > 1:
+                continue  # it is refused as it is
+            for hop in recorded:
+                known.is_read(hop, line)
+                if is_written:
+                    known.is_set(hop, line)
+            hops = known.set_on | known.read_on
+            if known.set_on and len(hops) > 1:
+                where = known.first_read or known.first_write
+                change = shared_change(known, name, known.read_on or hops, where, _REMEDY)
+                change.schedule = "uncut"
+                yield change

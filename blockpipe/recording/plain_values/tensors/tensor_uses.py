@@ -1,0 +1,129 @@
+"""Tensors that the code of hooks and losses reads and writes, by its source.
+
+No function mode sees that code in a recording. In a step, lanes run their backwards at once, so
+that a version that has changed does not tell which of them has written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ...entries import OutsideTensor, SharedChange, TensorInfo
+from ..evaluation.expressions import Frame
+from ..syntax.accesses import Access
+from ..values import SharedValue, back, shared_change
+from .used_tensors import CONTENT, GRADIENT, uses_of
+
+_REMEDY = "read and write it in hooks of one stage, or between steps"
+_ENGINE = "by autograd"
+
+
+@dataclass
+class ForwardsTensors:
+    """What a recorded forward has done with tensors that outlive it.
+
+    Attributes:
+        held: the parameters and buffers by id.
+        outside: the other tensors that it reads.
+        stand_ins: by the id of each parameter and buffer, the fake one in its place.
+        is_written: says whether it writes to a parameter or a buffer.
+    """
+
+    held: Mapping[int, TensorInfo]
+    outside: Iterable[OutsideTensor]
+    stand_ins: Mapping[int, Tensor]
+    is_written: Callable[[Tensor], bool]
+
+    def __post_init__(self) -> None:
+        self._others = {id(o.tensor()): o for o in self.outside if o.tensor is not None}
+
+    def told(self, tensor: Tensor) -> tuple[str, TensorInfo | OutsideTensor | None, bool]:
+        """Return a tensor's name, what is known of it, and whether the forward writes to it."""
+        info = self.held.get(id(tensor))
+        if info is not None:
+            name = f"{'buffer' if info.is_buffer else 'parameter'} {info.name!r}"
+            return name, info, info.written or self.is_written(tensor)
+        other = self._others.get(id(tensor))
+        return f"a tensor of shape {(*tensor.shape,)}", other, other is not None and other.written
+
+    def merged(self, uses: Iterable[SharedValue]) -> Iterable[SharedValue]:
+        """Return the uses of each tensor and of its stand-in as one."""
+        found: dict[tuple[int, str], SharedValue] = {}
+        for known in uses:
+            known.owner = self.stand_ins.get(id(known.owner), known.owner)
+            other = found.setdefault((id(known.owner), known.key), known)
+            other.set_on |= known.set_on
+            other.read_on |= known.read_on
+            other.first_write = other.first_write or known.first_write
+            other.first_read = other.first_read or known.first_read
+        return found.values()
+
+
+class TensorUses:
+    """The tensors that such code uses, with the hops and backwards that it runs in.
+
+    Attributes:
+        read_late: those that backwards read, with the hop and the line; arrays as tensors.
+    """
+
+    def __init__(self) -> None:
+        self.read_late: list[tuple[Tensor, int, str]] = []
+        self._known: dict[tuple[int, str], SharedValue] = {}
+
+    def note(self, accesses: Iterable[Access], frame: Frame, given: object, hop: int) -> None:
+        """Note what one instruction does.
+
+        Args:
+            accesses: its accesses.
+            frame: the frame that it is in.
+            given: the module or parameter that its hook is on.
+            hop: the hop that it is on, or the number of that hop's backward.
+        """
+        found = (use for access in accesses for use in uses_of(access, frame))
+        for tensor, key, reads, writes in found:
+            if tensor is given:  # to step by its own gradient is watched in steps
+                continue
+            known = self._known.setdefault((id(tensor), key), SharedValue(tensor, key))
+            if writes:
+                known.is_set(hop, frame.line)
+                known.is_constant = False
+            if reads:
+                known.is_read(hop, frame.line)
+                if hop < 0 and key == CONTENT:
+                    self.read_late.append((tensor, back(hop), frame.line))
+
+    def shared(self, forward: ForwardsTensors) -> Iterator[SharedChange]:
+        """Yield the tensors that one hop writes and another one, or its backward, reads.
+
+        Args:
+            forward: tells what the forward does with tensors.
+        """
+        for known in forward.merged(self._known.values()):
+            name, info, is_written = forward.told(known.owner)
+            if known.key == GRADIENT:
+                hop = info.hop if isinstance(info, TensorInfo) else None
+                if info is None or hop is None:
+                    continue
+                name = f"the .grad of {info.name!r}"
+                known.is_set(back(hop), _ENGINE)
+                known.is_read(back(hop), _ENGINE)
+            elif info is not None:
+                _note_forward(known, info, is_written=is_written)
+            if known.set_on and known.read_on and len(known.set_on | known.read_on) > 1:
+                yield shared_change(known, name, known.read_on, known.first_read, _REMEDY)
+
+
+def _note_forward(
+    known: SharedValue, info: TensorInfo | OutsideTensor, *, is_written: bool
+) -> None:
+    """Note what the forward does with a tensor. A write in a backward of a hop that reads it is
+    looked at in steps, where it may come in the plain loop's order."""
+    is_read_beside, set_beside = bool(known.read_on), set(known.set_on)
+    for hop in info.hops:
+        if set_beside and not set_beside & {hop, back(hop)}:
+            known.is_read(hop, info.where)
+        if is_written and is_read_beside:
+            known.is_set(hop, info.where)
