@@ -104,7 +104,8 @@ _WHERE: dict[Any, Callable[[torch.device], Any]] = {
 # Writes that autograd does not count. What others have saved of the tensor, and copies on other
 # stages, are of the values before.
 _UNCOUNTED = frozenset([Tensor.apply_, Tensor.map_, Tensor.map2_])
-_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+# What autograd counts, in the place of what it does not: other stages have copies.
+_COUNTED = {Tensor.data.__get__: Tensor.detach}  # type: ignore[attr-defined]
 _QUESTIONS = _METADATA.union(_WHERE)
 _ANSWERED = _QUESTIONS | _READS_GRADIENT
 _LOOKS_AT_GRAPH = _HOOKS | {getattr(Tensor, name).__get__ for name in ("grad_fn",)}
@@ -209,16 +210,18 @@ class CrossingMode(ForwardMode):
         run.arrive()
         reads = Reads()
         local = self._handed(func, args, kwargs) if func in _ON_ITSELF else self._local
-        given = args
-        args = tuple(
-            [
-                local(a, reads)
-                if isinstance(a, Tensor)
-                else _all_local(local, a, reads)
-                if isinstance(a, list | tuple)
-                else a
-                for a in args
-            ]
+        given, args = (
+            args,
+            tuple(
+                [
+                    local(a, reads)
+                    if isinstance(a, Tensor)
+                    else _all_local(local, a, reads)
+                    if isinstance(a, list | tuple)
+                    else a
+                    for a in args
+                ]
+            ),
         )
         if kwargs:
             kwargs = {
@@ -229,8 +232,7 @@ class CrossingMode(ForwardMode):
                 else v
                 for k, v in kwargs.items()
             }
-        if reads and func == _DATA:  # a write to it has to be counted: other stages have copies
-            func = Tensor.detach
+        func = _COUNTED.get(func, func) if reads else func
         constants = claims.constants_read(func, args, kwargs)
         with waiting_for_device() if self._waiting and func.__name__ in self._waiting else _NOTHING:
             result = call_under(modes, func, args, kwargs) if modes else func(*args, **kwargs)

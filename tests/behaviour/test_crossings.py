@@ -122,11 +122,9 @@ class Handled:
         with B(0):
             h = self.a(x) + 0
         with B(1):
-            y = self.b(h * 1)
             h.data.mul_(2)
-            h.data[:, 0] = 0
         with B(2):
-            return self.c(y) + h * 1
+            return self.c(x) + h
 
     @row
     def setitem(self, x):
