@@ -204,24 +204,21 @@ class CrossingMode(ForwardMode):
     ) -> Any:
         if how_many_function_modes():
             return self.apart(func, types, args, kwargs)
-        run, claims, kwargs = self.run, self._claims, kwargs or {}
+        run, claims, kwargs, given = self.run, self._claims, kwargs or {}, args
         if func in _ANSWERED:
             return self._answered(func, args, kwargs, modes)
         run.arrive()
         reads = Reads()
         local = self._handed(func, args, kwargs) if func in _ON_ITSELF else self._local
-        given, args = (
-            args,
-            tuple(
-                [
-                    local(a, reads)
-                    if isinstance(a, Tensor)
-                    else _all_local(local, a, reads)
-                    if isinstance(a, list | tuple)
-                    else a
-                    for a in args
-                ]
-            ),
+        args = tuple(
+            [
+                local(a, reads)
+                if isinstance(a, Tensor)
+                else _all_local(local, a, reads)
+                if isinstance(a, list | tuple)
+                else a
+                for a in args
+            ]
         )
         if kwargs:
             kwargs = {
