@@ -30,12 +30,14 @@ class StepMode:
         is_plain_loop: a whole step (forwards and backwards) can be the plain loop.
         unsettled: the sizes of the micro-batches, if for these a hop may set, or make anew, what
             others read; ``None`` if they do not.
+        stays: whether all later steps like it run one by one as well.
     """
 
     one_by_one: bool
     is_compiling: bool
     is_plain_loop: bool
     unsettled: frozenset[Hashable] | None = None
+    stays: bool = False
 
     @property
     def in_one_thread(self) -> bool:
@@ -52,16 +54,16 @@ def mode_of(request: StepRequest, *, inputs_need_grad: bool) -> StepMode:
     """
     prepared = request.prepared
     unsettled = prepared.step_sizes.unsettled(prepared.recording, request.microbatches)
-    one_by_one = unsettled is not None or prepared.runs_inline(
-        request.schedule, len(request.microbatches)
-    )
+    is_inline = prepared.runs_inline(request.schedule, len(request.microbatches))
+    one_by_one = unsettled is not None or is_inline
+    stays = is_inline or (one_by_one and bool(prepared.recording.turns_by_size))
     is_compiling = prepared.compiled is not None and prepared.steps == 0
     is_plain_loop = (
         (one_by_one or is_compiling)
         and _may_leave_graph_whole(request, inputs_need_grad=inputs_need_grad)
         and _has_no_border(request)
     )
-    return StepMode(one_by_one, is_compiling, is_plain_loop, unsettled)
+    return StepMode(one_by_one, is_compiling, is_plain_loop, unsettled, stays)
 
 
 def _may_leave_graph_whole(request: StepRequest, *, inputs_need_grad: bool) -> bool:

@@ -105,7 +105,7 @@ class StepRunner:
         step = self._step(prepared, microbatches, weights, caller, want, loss_fn)
         step.run()
         self._note_passed(step, given)
-        self.preparer.look_again(prepared, microbatches, self.options, step.state.written, loss_fn)
+        self._look_again(step, loss_fn)
         if pairs:
             give((tensor, leaf.grad) for tensor, leaf in pairs if id(leaf) not in parts)
             for tensor, leaf in pairs:
@@ -117,6 +117,17 @@ class StepRunner:
             loss = _batch_loss(step)
             outputs = self._joined(step)[0] if return_outputs else None
         return StepResult(loss.reshape(()).as_subclass(StepLoss), outputs)
+
+    def _look_again(self, step: Step, loss_fn: Callable[..., Any] | None = None) -> None:
+        prepared, batches, state = step.request.prepared, step.request.microbatches, step.state
+        self.preparer.step_is_over(
+            prepared,
+            batches,
+            self.options,
+            loss_fn,
+            written=state.written,
+            mixes=not state.mode.stays,
+        )
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forwards as :meth:`blockpipe.Pipeline.forward` says."""
@@ -136,7 +147,7 @@ class StepRunner:
         step = self._step(prepared, microbatches, weights, caller, {"outputs"})
         step.run_forward()
         self._note_passed(step, given)
-        self.preparer.look_again(prepared, microbatches, self.options, step.state.written)
+        self._look_again(step)
         output, joints = self._joined(step)
         if problem is not None and any(joint.how == "sum" for joint in joints):
             raise UsageError(

@@ -37,7 +37,7 @@ from .offloaded import offloaded_stages
 from .options import PipelineOptions, check_plan
 from .prepared import Prepared, lanes_of
 from .sealed_forwards import SealedForwards
-from .second_looks import SecondLooks, changes_of_modes, check
+from .second_looks import SecondLooks, changes_of_modes, check_writes
 from .shared_state import CodeKinds, check_shared_memory, check_shared_state
 from .step_sizes import StepSizes, asks_sizes, is_plain, sizes_of
 from .watched.watched_values import WatchedValues
@@ -93,8 +93,7 @@ class Preparer:
         self._second_looks = SecondLooks(model)
         self._unread = frozenset[str]()  # attributes that look like switches, and are none
         self._written = frozenset[str]()  # by steps that had not written it when recorded
-        self._has_warned_of_recordings = False
-        self._has_cautioned = False
+        self._has_warned_of_recordings = self._has_cautioned = False
         self._beside, self._step_sizes = CodeKinds(), StepSizes()
 
     # --- what is known
@@ -352,13 +351,15 @@ class Preparer:
         is_new = self._step_sizes.is_new(sizes, self.known[best].recording, self.known)
         return (found, answers(), sizes) if is_new and not self.known[best].has_one_lane else best
 
-    def look_again(
+    def step_is_over(
         self,
         prepared: Prepared,
         batches: list[Microbatch],
         options: PipelineOptions,
-        written: list[str],
         loss_fn: LossFn = None,
+        *,
+        written: list[str],
+        mixes: bool,
     ) -> None:
         """Record again after a step that wrote or set what it did not when it was recorded, and
         check that only one hop uses that.
@@ -372,13 +373,13 @@ class Preparer:
             return self._record(batch, options, loss_fn)
 
         changed = [*self._watched_values.step_is_over(), *changes_of_modes(self._fingerprint)]
-        self._second_looks.at_values(known, changed, batches, schedule, record)
+        self._second_looks.at_values(known, changed, batches if mixes else (), schedule, record)
         if not written:
             return
         _log.info("recording anew: %s", f"{', '.join(written)} is written by now")
         self._written |= frozenset(written)
         self._fingerprint = None  # the next step records anew; until then, this is what is known
-        check(record(batches[0]), known, schedule, written, "written")
+        check_writes(record(batches[0]), known, schedule, written)
 
     def own_storages(self, prepared: Prepared) -> int:
         """Note for the stage sanitizer whose the parameters and buffers are; return the number by

@@ -11,7 +11,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -40,6 +40,7 @@ class SecondLooks:
         self._model = model
         self._left = _MOST
         self._seen: set[tuple[int, Hashable]] = set()  # whose objects those who watch keep alive
+        self._ahead: list[Change] = []  # of steps whose micro-batches could not mix
 
     def at_values(
         self,
@@ -54,7 +55,7 @@ class SecondLooks:
         Args:
             known: the recording that the step ran by.
             changed: what it has changed, but for what an earlier one had.
-            batches: the micro-batches.
+            batches: the micro-batches, if they could mix.
             schedule: by which they ran.
             record: records one of them.
 
@@ -63,9 +64,12 @@ class SecondLooks:
         """
         if len(known.hops) < 2 or schedule in ("uncut", "sequential"):
             return
-        changed = [change for change in changed if self._is_new(change, known)]
+        self._ahead += [change for change in changed if self._is_new(change, known)]
+        if not batches or not self._ahead:
+            return
+        changed, self._ahead = self._ahead, []
         names = self._names(changed)
-        for batch in batches if changed else ():
+        for batch in batches:
             if not self._left:
                 self._give_up(names)
                 return
@@ -74,7 +78,10 @@ class SecondLooks:
                 for change in changed:
                     before.enter_context(change.undone())
                 found = record(batch)
-            check(found, known, schedule, names, "set")
+            try:
+                check_shared_state(found, schedule)
+            except StateError as error:
+                _refuse(names, "set", error)
             changed = [change for change in changed if not _is_known(change, found)]
             if not changed:
                 return
@@ -105,10 +112,10 @@ def changes_of_modes(fingerprint: Fingerprint | None) -> Iterator[Change]:
         yield Change(DictHolder(vars(module), module), name, then)
 
 
-def check(
-    found: Recording, known: Recording, schedule: ScheduleOption, names: list[str], how: str
+def check_writes(
+    found: Recording, known: Recording, schedule: ScheduleOption, written: list[str]
 ) -> None:
-    """Check that only one hop uses what a step has set or written first.
+    """Check that only one hop uses what a step has written first.
 
     Raises:
         StateError: several hops share it, or what ran sealed reads other stages' tensors.
@@ -118,11 +125,14 @@ def check(
         if (call := opened_since(known, found)) is not None:
             raise StateError(f"by now {call.path!r} has to be looked into: {call.opened}")
     except StateError as error:
-        raise StateError(
-            f"{', '.join(names)} was {how} during the step, which it was not when the "
-            f"model was recorded, and this step's gradients may not be the plain loop's: "
-            f"{error} ({users_line()})"
-        ) from None
+        _refuse(written, "written", error)
+
+
+def _refuse(names: list[str], how: str, error: StateError) -> NoReturn:
+    raise StateError(
+        f"{', '.join(names)} was {how} during the step, which it was not when the model was "
+        f"recorded, and this step's gradients may not be the plain loop's: {error} ({users_line()})"
+    ) from None
 
 
 def _is_known(change: Change, recording: Recording) -> bool:

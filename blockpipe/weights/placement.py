@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -183,7 +184,8 @@ class Fingerprint:
             if tensor is not None
         ]
         self._tensors = [tensor for _, _, tensor, _ in self._held]
-        self._shapes = _shapes_of(self._tensors)
+        self._shaped = [tensor for tensor in self._tensors if not is_lazy(tensor)]
+        self._shapes = _shapes_of(self._shaped)
         self._counts = [(parameters_of(m), len(parameters_of(m))) for m in modules]
         hooks = (hooks_of(m) for m in modules for hooks_of in _HOOKS)
         self._hooks = [*hooks, *hooks_of_all_modules()]
@@ -222,7 +224,7 @@ class Fingerprint:
         for names, key, tensor, device in self._held:
             if names.get(key) is not tensor or tensor.device != device:
                 return False
-        if _shapes_of(self._tensors) != self._shapes:  # tensor.data = …
+        if _shapes_of(self._shaped) != self._shapes:  # tensor.data = …
             return False
         return [len(names) for names, _ in self._counts] == [count for _, count in self._counts]
 
@@ -268,6 +270,7 @@ class Fingerprint:
 
 
 def _shapes_of(tensors: list[Tensor]) -> tuple[list[torch.Size], list[torch.dtype]]:
+    """Return what ``tensor.data = …`` may change."""
     shapes, dtypes = operator.attrgetter("shape"), operator.attrgetter("dtype")
     return [*map(shapes, tensors)], [*map(dtypes, tensors)]
 

@@ -218,10 +218,10 @@ class WatchedLayer1(GlobalLayer1):
 
 
 class LeavingLayer8(nn.Module):
-    waits = False
+    waits = threading.Event()  # what is in it is no reason to record anew
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.waits and bp.current_microbatch() == 0:
+        if self.waits.is_set() and bp.current_microbatch() == 0:
             overtaken.wait(30)
         assert skip_buf is not None
         return layer8(input) + skip_buf.to(input.device)
@@ -236,12 +236,13 @@ def test_a_global_that_is_never_emptied_fails_when_it_mixes() -> None:
     try:
         model(x)
         overtaken.clear()
-        net[2].waits = True
+        net[2].waits.set()
         message = r"micro-batch 0 on stage 2 reads .* belongs to micro-batch [1-7] of this step"
         with pytest.raises(StateError, match=message):
             model(x)
     finally:
         skip_buf = None
+        net[2].waits.clear()
 
 
 # The shared memory between Layer1 and Layer8 indexed by micro-batch.

@@ -45,6 +45,7 @@ from .seen import (
     MOST_IN_ORDER,
     UNSET,
     Code,
+    Described,
     Itself,
     content,
     is_object_of_before,
@@ -260,7 +261,8 @@ class WatchedValues:
         for key in names:
             then, value = before.get(key, UNSET), members.get(key, UNSET)
             where = holder.space_id(), key
-            if by_forward and not is_object_of_before(then, value):
+            are_data = isinstance(then, Described) or isinstance(value, Described)
+            if by_forward and not are_data and not is_object_of_before(then, value):
                 self._by_forward.setdefault(where, Change(holder, key, then))
             if by_forward and self._steps < _STEPS:
                 is_default = then is UNSET and isinstance(holder.owner, defaultdict)
