@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from ..._common.modules import STATE
 from ..._torch.modules import COMPILED_CALL, buffers_of
 from ...restoring.holders import (
+    CacheHolder,
     ContentHolder,
     DictHolder,
     FunctionHolder,
@@ -354,7 +355,7 @@ class WatchedValues:
 def _is_read(holder: Holder) -> bool:
     """Whether a forward may read the user's plain values there. Objects of libraries hold none."""
     owner = holder.owner
-    if isinstance(holder, ContentHolder):
+    if isinstance(holder, ContentHolder | CacheHolder):
         return False
     if isinstance(holder, SlotsHolder):
         return is_users(type(owner).__module__)
