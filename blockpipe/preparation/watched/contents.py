@@ -13,6 +13,7 @@ import logging
 import sys
 import threading
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
@@ -49,13 +50,36 @@ class _Same:
         return id(self.value)
 
 
+class _SameAlive:
+    """The same, for a key that outlives what it is compared by, and keeps no module alive."""
+
+    __slots__ = ("_number", "_value")
+
+    def __init__(self, value: Any) -> None:
+        self._number = id(value)
+        try:
+            self._value: Callable[[], Any] = weakref.ref(value)
+        except TypeError:  # most of those are small
+            self._value = lambda: value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _SameAlive) or other._number != self._number:
+            return False
+        value = self._value()
+        return value is not None and other._value() is value
+
+    def __hash__(self) -> int:
+        return self._number
+
+
 class Contents:
     """The contents of values, as far as code reads them.
 
     Args:
         names: the names that the code mentions: it reads no other attributes of objects; ``None``:
             it may read any.
-        data: what tensors and arrays are compared by, if not by what they are.
+        data: what tensors and arrays are compared by, if not by what they are. With it, contents
+            keep no object alive that is compared by its identity.
     """
 
     def __init__(
@@ -63,6 +87,7 @@ class Contents:
     ) -> None:
         self._names = names
         self._data = data
+        self._same: Callable[[Any], Hashable] = _Same if data is None else _SameAlive
         self._found: dict[int, Any] = {}  # by the id of an object, which the caller keeps alive
         self._depth = 0
 
@@ -78,15 +103,15 @@ class Contents:
         if isinstance(value, type | enum.Enum):
             return value
         if isinstance(value, _OPAQUE):
-            return _Same(value)
+            return self._same(value)
         if self._data is not None and is_data(value):
             return self._data(value)
         if isinstance(value, Tensor) and not attributes_of(value):
-            return _Same(value)
+            return self._same(value)
         found: Hashable = self._found.get(id(value))
         if found is None:
             if self._depth > _MOST_NESTED or len(self._found) > _MOST_OBJECTS:
-                return _Same(value)
+                return self._same(value)
             self._found[id(value)] = _CUT_OFF
             self._depth += 1
             try:
@@ -108,30 +133,30 @@ class Contents:
         if isinstance(value, functools.partial):
             return kind, self.of(value.func), self._each(value.args), self.of(value.keywords)
         if isinstance(value, Tensor):  # code reads its values as they are, but for attributes
-            return _Same(value), self._named(attributes_of(value))
+            return self._same(value), self._named(attributes_of(value))
         if isinstance(value, contextvars.ContextVar | threading.local | logging.Logger):
             return self._of_surroundings(value)
         if kind is slice:
             return kind, self._each((value.start, value.stop, value.step))
         if is_data(value):
             if value.nbytes > _MOST_BYTES:
-                return _Same(value)
+                return self._same(value)
             return kind, str(value.dtype), value.shape, value.tobytes()
         if _has_attributes(kind):
             return kind, self._attributes(value)
-        return (kind, value) if _is_a_value(value) else _Same(value)
+        return (kind, value) if _is_a_value(value) else self._same(value)
 
     def _of_surroundings(self, value: Any) -> Hashable:
         """Return what an object of the standard library says in this thread."""
         if isinstance(value, contextvars.ContextVar):
-            return _Same(value), self.of(value.get(_NOTHING))
+            return self._same(value), self.of(value.get(_NOTHING))
         if isinstance(value, threading.local):
-            return _Same(value), self._named(vars(value))
-        return _Same(value), value.getEffectiveLevel(), value.disabled, value.manager.disable
+            return self._same(value), self._named(vars(value))
+        return self._same(value), value.getEffectiveLevel(), value.disabled, value.manager.disable
 
     def _members(self, value: Any) -> Hashable:
         if len(value) > _MOST_MEMBERS:
-            return _Same(value), len(value)
+            return self._same(value), len(value)
         if isinstance(value, dict):
             return self._each(dict.keys(value)), self._each(dict.values(value))
         found = self._each(value)
@@ -142,7 +167,7 @@ class Contents:
 
     def _function(self, function: types.FunctionType) -> Hashable:
         if not is_users(function.__module__):
-            return _Same(function)
+            return self._same(function)
         cells = map(content_of_cell, function.__closure__ or ())
         given = function.__defaults__, function.__kwdefaults__, function.__dict__
         return function.__code__, self._each(cells), self._each(given)

@@ -4,12 +4,14 @@ import contextvars
 import datetime
 import fractions
 import functools
+import gc
 import math
 import operator
 import pathlib
 import random
 import re
 import types
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -172,6 +174,19 @@ def test_what_is_in_a_container_that_came_later_counts():
     net.value["on"] = True
     with pytest.raises(StateError, match=r"the forward changes a list, and sets it on hops"):
         pipe.forward_backward(x, loss_fn=torch.sum)
+
+
+def test_a_model_that_was_replaced_is_not_kept():
+    """A teacher in a list, which hides its parameters, as each epoch makes it anew."""
+    net = Holding(lambda net: False)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2)
+    x, before = torch.randn(4, 4), list[weakref.ref[nn.Module]]()
+    for _ in range(4):
+        net.value = [nn.Linear(4, 4)]
+        before.append(weakref.ref(net.value[0]))
+        pipe.forward_backward(x, loss_fn=torch.sum)
+    gc.collect()
+    assert [one() is None for one in before] == [True, True, True, False]
 
 
 @pytest.mark.parametrize("name", VALUES)
