@@ -103,7 +103,7 @@ class Change:
     Attributes:
         holder: of the object.
         key: a name or key in it.
-        then: what was seen there before.
+        then: the plain value that was there before; of others, nothing is kept.
     """
 
     holder: Holder
@@ -264,7 +264,7 @@ class WatchedValues:
             where = holder.space_id(), key
             are_data = isinstance(then, Described) or isinstance(value, Described)
             if by_forward and not are_data and not is_object_of_before(then, value):
-                self._by_forward.setdefault(where, Change(holder, key, then))
+                self._note(where, Change(holder, key, then if is_plain(then) else Code()))
             if by_forward and self._steps < _STEPS:
                 is_default = then is UNSET and isinstance(holder.owner, defaultdict)
                 if is_object_of_before(then, value) or is_default:
@@ -280,6 +280,10 @@ class WatchedValues:
         if members.keys() != before.keys() or looked_at_in(members) != looked_at_in(before):
             self._reads.read_again(index, holder, members)
         self._members[index] = members
+
+    def _note(self, where: Where, change: Change) -> None:
+        if len(self._by_forward) < MOST_VALUES:  # a history has ever more
+            self._by_forward.setdefault(where, change)
 
     def _turn(self, holder: Holder, key: Hashable, *, is_new: bool) -> None:
         where = holder.space_id(), key
