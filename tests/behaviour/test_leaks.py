@@ -311,7 +311,8 @@ def _resident() -> int:
 @pytest.mark.parametrize("way", [forward_backward, call])
 @pytest.mark.parametrize("fails", [False, True])
 def test_resident_memory_does_not_grow_over_steps(way: Callable[..., None], fails: bool) -> None:
-    """200 steps leave resident memory where it was."""
+    """Steps leave resident memory where it was: what is kept adds up in every hundred of them, what
+    the allocator takes for a new thread does not."""
     width = 512
     net, pipe = make("1f1b", FailsInBackward(width) if fails else Net(width))
 
@@ -322,12 +323,14 @@ def test_resident_memory_does_not_grow_over_steps(way: Callable[..., None], fail
 
     for _ in range(10):
         one()
-    before = _resident()
-    for _ in range(200):
-        one()
-    grown = _resident() - before
-    # The activations of one step are 0.1 MB and more: kept, they would be 23 MB and more.
-    assert grown < 14 << 20, f"{grown / 2**20:.1f} MB more"
+    grown = []
+    for _ in range(3):
+        before = _resident()
+        for _ in range(100):
+            one()
+        grown.append((_resident() - before) / 2**20)
+    # The activations of one step are 0.1 MB and more: kept, they would be 11 MB and more.
+    assert min(grown) < 7, f"{grown} MB more"
 
 
 def test_a_dropped_pipeline_frees_its_model() -> None:
