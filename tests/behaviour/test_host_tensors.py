@@ -302,6 +302,17 @@ class TestMixed:
         piped, loss = ran(net, X, devices=[stages(1)[0], "cpu"], schedule=schedule)
         same(piped, plain, (loss, expected))
 
+    @pytest.mark.parametrize("order", [0, 1])
+    def test_a_recomputed_module_writes_to_what_it_gets_from_another_kind(self, order):
+        """The recording has seen that it does: its input is kept from before."""
+        net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)))
+        bp.begin_blocks(net, {"1": 1})
+        plain = copy.deepcopy(net)
+        expected = plain_step(plain, (X,), {}, None, square, 3)
+        devices = [stages(1)[0], "cpu"][:: -1 if order else 1]
+        piped, loss = ran(net, X, devices=devices, checkpoint="always")
+        same(piped, plain, (loss, expected))
+
     def test_what_a_stage_on_the_cpu_computes_follows(self):
         """Also where its own device was asked for."""
 

@@ -30,8 +30,8 @@ class Listener(Protocol):
     def imported(self, tensor: Tensor, home_hop: int, name: str | None) -> None:
         """Note that a tensor was copied to this hop; ``name`` is that of a parameter or buffer."""
 
-    def wrote_across(self) -> None:
-        """Note that an operation wrote in place to a tensor that an earlier hop had made."""
+    def wrote_across(self, tensor: Tensor) -> None:
+        """Note that an operation wrote in place to a copy of a tensor of an earlier hop."""
 
 
 class Reads(list[tuple[Tensor, Any]]):

@@ -79,7 +79,7 @@ class Writes:
     def _write_through(self, tensor: Tensor, used: Import) -> None:
         place = self._place
         if place.listener is not None:
-            place.listener.wrote_across()
+            place.listener.wrote_across(tensor)
         tag: Tag | None = getattr(tensor, TAG, None)
         if tag is None:
             home = self._step.home_of(tensor)

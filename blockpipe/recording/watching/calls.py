@@ -95,6 +95,13 @@ class CallsUnderWay:
         """Iterate over the calls, each with the ids of its tensor arguments, and all arguments."""
         return iter(self._stack)
 
+    def wrote(self, tensor: Tensor) -> None:
+        """Note the calls that are under way and were given a tensor, to which, or to a copy of
+        which on another device, they write."""
+        for call, given, _ in self._stack:
+            if id(tensor) in given:
+                self._activations.written.add(id(call))
+
     def not_given(self, *tensors_: int) -> Iterator[Call]:
         """Return the calls whose arguments include none of these tensors, given by their ids."""
         return (call for call, given, _ in self._stack if given.isdisjoint(tensors_))

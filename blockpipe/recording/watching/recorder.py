@@ -314,9 +314,10 @@ class Recorder:
         part of this recording: some of its arguments come from it."""
         return any(isinstance(t, FakeTensor) or self.has_made(t) for t in tensors(arguments))
 
-    def wrote_across(self) -> None:
-        """Note that an operation wrote in place to a tensor that an earlier hop had made."""
+    def wrote_across(self, tensor: Tensor) -> None:
+        """Note that an operation wrote in place to a copy of a tensor of an earlier hop."""
         self.result.writes_across = True
+        self.calls.wrote(tensor)
 
     def abandon(self) -> None:
         """Release everything, and end the cycle of the recorder, its run and its cursor."""

@@ -44,6 +44,7 @@ class Activations:
 
     Attributes:
         on_saved: is told of each tensor that is saved, with the hop.
+        written: the calls, by id, that wrote to copies of their arguments.
     """
 
     def __init__(self, skipped: Iterable[Tensor]) -> None:
@@ -58,6 +59,7 @@ class Activations:
         self._call: Call | None = None
         self._segment = 0
         self.on_saved: Callable[[Packed, int], None] | None = None
+        self.written: set[int] = set()
 
     def put_on(self) -> None:
         """Hook into autograd's saving in this thread from here on."""
@@ -132,6 +134,7 @@ class Activations:
         )
         about: dict[str, Recomputable] = {}
         written = {id(c) for c, tensor, version in self._versions if version_of(tensor) != version}
+        written |= self.written
         for sealed_call in sealed_forwards:
             known = about.setdefault(sealed_call.path, Recomputable())
             known.keeps_inputs |= id(sealed_call) in written
