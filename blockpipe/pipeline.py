@@ -396,7 +396,9 @@ class Pipeline(ReportMethods, ModuleInterface):
             cuda_graphs: whether to capture each of them as CUDA graphs, one for each micro-batch in
                 flight, so that launching kernels costs next to nothing. The shapes are those of the
                 next call; calls of other shapes, and ``pipe(x)`` with gradients, run without
-                graphs. Memory for all micro-batches in flight stays allocated.
+                graphs. Memory for all micro-batches in flight stays allocated. A module that
+                changes plain values of its own or writes to what it is given is not captured: a
+                replay has no Python. The summary lists those, and what CUDA refuses.
             **options: options of :func:`torch.compile` (``backend``, ``mode``, ``dynamic`` …). With
                 ``cuda_graphs=True`` and no option, modules are captured and not compiled.
 

@@ -1,6 +1,6 @@
 """Autograd's graph: its engine, its nodes, and what it saves."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter, methodcaller
 from typing import Any
@@ -40,6 +40,27 @@ nodes_made: Callable[[], int] = torch._C._autograd._get_sequence_nr
 incoming: Callable[[Node], Iterable[Any]] = attrgetter("_input_metadata")
 """The gradients that come in at a node, each with ``shape`` and ``dtype``. In public they are known
 only when they have come."""
+
+
+def leaves_of_graph(roots: Iterable[Tensor], *, before: Iterable[Tensor] = ()) -> Iterator[Tensor]:
+    """Yield the leaves that the gradients of tensors go to, each once.
+
+    Args:
+        roots: the tensors.
+        before: the walk does not go behind these.
+    """
+    seen = {tensor.grad_fn for tensor in before}
+    left = [tensor.grad_fn for tensor in roots]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+        left += [inner for inner, _ in node.next_functions]
+
 
 # --- hooks of leaves
 

@@ -299,7 +299,11 @@ class Prepared:
 
     def compile(self, options: Mapping[str, Any] | None, *, cuda_graphs: bool) -> None:
         """Let compiled modules, or CUDA graphs, stand in for the sealed ones."""
-        self.compiled = CompiledModules(self.sealed_forwards, options, cuda_graphs=cuda_graphs)
+        # A module's forward is Blockpipe's while it is recorded.
+        changed = {owner for owner, key in self.recording.changed if key != "forward"}
+        self.compiled = CompiledModules(
+            self.sealed_forwards, options, cuda_graphs=cuda_graphs, changed=changed
+        )
         _log.info("compiled: %s", ", ".join(self.compiled.paths) or "nothing")
         self.steps = 0
         self._schedules.clear()

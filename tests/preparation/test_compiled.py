@@ -176,13 +176,13 @@ def test_as_many_captures_as_micro_batches_in_flight():
         pipe.compile(backend="eager")
         pipe.forward_backward(torch.randn(8, 6), loss_fn=square)
         (prepared,) = pipe._preparer.known.values()
-        assert prepared.compiled.slots == slots
+        assert prepared.compiled.captures.slots == slots
     one_lane = make_schedule("gpipe", [0, 0], 4)
     pipe = bp.Pipeline(make_net(), devices=["cpu:0"] * 2, chunks=4, schedule=one_lane)
     pipe.compile(backend="eager")
     pipe.forward_backward(torch.randn(8, 6), loss_fn=square)
     (prepared,) = pipe._preparer.known.values()
-    assert prepared.compiled.slots == 4
+    assert prepared.compiled.captures.slots == 4
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

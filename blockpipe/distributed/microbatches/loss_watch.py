@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..._common.callsite import users_line
 from ..._common.nested import tensors
+from ..._torch.graph import leaves_of_graph
 from ..._torch.tensors import extent_of, memory_of, overlapping
 from ...batches.losses import kind_of
 from ...crossing.torch_patches import Replacement
@@ -89,17 +90,9 @@ class LossWatch:
         """Raise :class:`StateError` for a loss with a gradient for a weight of another process."""
         if self._is_alone or not self._weights:
             return
-        seen = {result.grad_fn for result in results}
-        left: list[Any] = [loss.grad_fn]
-        while left:
-            node = left.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            found = getattr(node, "variable", None)
-            if found is not None and id(found) in self._weights:
-                _refuse(repr(self._weights[id(found)][0]))
-            left += [inner for inner, _ in node.next_functions]
+        for leaf in leaves_of_graph([loss], before=results):
+            if id(leaf) in self._weights:
+                _refuse(repr(self._weights[id(leaf)][0]))
 
 
 class _ForeignReads(TorchFunctionMode):
