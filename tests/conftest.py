@@ -4,6 +4,9 @@ With ``--simulated`` the whole run is on that accelerator, for a backend that is
 ``stages(4)`` are four of its devices, and modules that ask for none are not run. A test that has no
 business there says so with ``@pytest.mark.cpu("why")``; the run's summary counts the reasons.
 After each test every stream is waited for, and a race or a failed operation fails the test.
+
+With ``--cuda`` they are CUDA devices, and rounding is forgiven. With ``--mixed`` each second stage is on
+the CPU: on a machine with one GPU, ``--cuda --mixed``.
 """
 
 import gc
@@ -39,6 +42,12 @@ DELAY = 200  # microseconds at most, before one in five operations: enough for a
 DELAYED = 0.2
 PARAMETERS = 12  # of one test, where each operation is queued and most sweeps ran on the CPU
 
+# What torch says of a thread that is new to CUDA, and Lightning of a GPU that it shall not use.
+_CUDAS_OWN = (
+    "Attempting to run cuBLAS, but there was no current CUDA",
+    "GPU available but not used",
+)
+
 _MANY_MODULES = 100
 _modules = 0  # that were imported when the collector looked at them last
 _why_not: dict[str, str] = {}  # the accelerator could not be built
@@ -52,6 +61,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--simulated", action="store_true", help="stages are on the simulated accelerator"
     )
+    parser.addoption("--cuda", action="store_true", help="stages are on CUDA devices")
+    parser.addoption("--mixed", action="store_true", help="with either: each second stage is not")
     parser.addoption(
         "--delay-seed", type=int, default=0, help="of the delays on the simulated accelerator"
     )
@@ -67,6 +78,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    stage_devices.on_cuda = config.getoption("--cuda")
+    stage_devices.is_mixed = config.getoption("--mixed")
+    if config.getoption("--cuda"):
+        torch.backends.cudnn.allow_tf32 = False  # beside the CPU, and it is torch's default
+        for message in _CUDAS_OWN:
+            config.addinivalue_line("filterwarnings", f"ignore:{message}:UserWarning")
     if not config.getoption("--simulated"):
         return
     try:
@@ -104,7 +121,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _reasons(config: pytest.Config, items: list[pytest.Item]) -> Iterator[tuple[pytest.Item, str]]:
     """What does not run, on the simulated accelerator or because fewer tests shall, and why."""
     seed, most = config.getoption("--delay-seed"), config.getoption("--parameters")
-    is_simulated = config.getoption("--simulated")
+    is_simulated = config.getoption("--simulated") or config.getoption("--cuda")
     is_beside_others = hasattr(config, "workerinput")  # in a process of pytest-xdist
     has_all_own = most is None
     if most is None:

@@ -19,13 +19,14 @@ from blockpipe.preparation.batch_norm.gathered import BUFFERS, Update
 from blockpipe.preparation.batch_norm.statistics import merged, statistics
 from blockpipe.schedules.builders import SCHEDULES
 
+from .. import stage_devices
 from ..models import square
 from ..parameter_sets import every_pair
 from ..parity import plain_step
 from ..stage_devices import is_simulated, no_synchronization
 
-KIND = "simulated" if is_simulated() else "cuda"
-COUNT = torch.accelerator.device_count() if is_simulated() else torch.cuda.device_count()
+KIND = "simulated" if is_simulated() and not stage_devices.on_cuda else "cuda"
+COUNT = torch.accelerator.device_count() if KIND == "simulated" else torch.cuda.device_count()
 
 pytestmark = [
     pytest.mark.cuda,
@@ -140,18 +141,19 @@ def test_a_custom_stream_of_the_caller():
         torch.testing.assert_close(out, model(x * 2))
 
 
+def failures(pipe):
+    """The reasons for which modules are not captured."""
+    prepared = pipe._preparer.known.values()
+    return {g.failure for p in prepared for g in p.compiled.graphs.values() if g.failure}
+
+
 @pytest.mark.parametrize("options", [{"cuda_graphs": True}, {}])
 @pytest.mark.parametrize("devices", [on(0, 0, 0, 0), on(0, "cpu", 0, "cpu")])
 @graphs
 def test_compiled_and_captured_steps_add_up_as_plain(devices, options):
     """Three steps add up as plain ones: no replay writes to a gradient that was handed out."""
     pipe = check(devices, "1f1b", compile=options)
-    if options:
-        assert all(
-            graphs.failure is None
-            for p in pipe._preparer.known.values()
-            for graphs in p.compiled.graphs
-        )
+    assert not failures(pipe)
 
 
 @graphs
@@ -261,33 +263,77 @@ def test_offload_keeps_the_numbers(schedule, checkpoint, steps, monkeypatch):
         torch.testing.assert_close(p.grad, q.grad)
 
 
+def growth(**options):
+    """The memory of the first stage that twice as many rows take, as predicted and as measured.
+    What libraries keep for themselves is in neither: cuBLAS has 32 MiB on an H100 for each stream and
+    thread that it has run in."""
+    seen = []
+    for rows in (64, 128):
+        x = torch.randn(rows, 256, 256)
+        pipe, _ = stepped(noisy(256), x, on(0, "cpu", "cpu", "cpu"), **options)
+        with pipe.measured_memory() as report:
+            pipe.forward_backward(x, loss_fn=square)
+        seen.append(report.stages[0])
+    small, large = seen
+    return large.peak - small.peak, large.measured - small.measured
+
+
 @peaks
 def test_offload_frees_device_memory():
     """Activations of the micro-batches that are away are not on the device."""
-    x = torch.randn(64, 256, 256)
-    peaks = []
+    measured = []
     for offload in (False, True):
-        pipe, _ = stepped(
-            noisy(256), x, on(0, "cpu", "cpu", "cpu"), schedule="gpipe", offload=offload
-        )
-        with pipe.measured_memory() as report:
-            pipe.forward_backward(x, loss_fn=square)
-        peaks.append(report.stages[0].measured)
-        assert abs(report.stages[0].peak - peaks[-1]) < 0.25 * peaks[-1]
-    assert peaks[1] < 0.6 * peaks[0]
+        predicted, found = growth(schedule="gpipe", offload=offload)
+        assert abs(predicted - found) < 0.25 * found
+        measured.append(found)
+    assert measured[1] < 0.6 * measured[0]
 
 
 @peaks
 @pytest.mark.parametrize("mode", ["never", "always"])
 def test_predicted_memory_beside_the_allocators(mode):
     """Within 15 %, where activations are most of it."""
-    x = torch.randn(64, 256, 256)
-    devices = on(0, "cpu", "cpu", "cpu")
-    pipe, _ = stepped(noisy(256), x, devices, schedule="1f1b", checkpoint=mode)
-    with pipe.measured_memory() as report:
-        pipe.forward_backward(x, loss_fn=square)
-    stage = report.stages[0]
-    assert abs(stage.peak - stage.measured) < 0.15 * stage.measured, str(report)
+    predicted, found = growth(schedule="1f1b", checkpoint=mode)
+    assert abs(predicted - found) < 0.15 * found
+
+
+@graphs
+@pytest.mark.parametrize("schedule", ["1f1b", "sequential"])
+def test_captured_calls_draw_as_the_calls_do(schedule):
+    """Dropout masks are those of the uncaptured step: warming up and capturing draw nothing."""
+    first = noisy()
+    other, x = copy.deepcopy(first), torch.randn(8, 16, 64)
+    _, expected = stepped(first, x, on(0, 0, 0, 0), 3, schedule=schedule)
+    torch.manual_seed(5)
+    pipe = bp.Pipeline(other, devices=on(0, 0, 0, 0), chunks=4, schedule=schedule)
+    pipe.compile(cuda_graphs=True)
+    for _ in range(3):
+        loss = pipe.forward_backward(x, loss_fn=square).loss
+    assert not failures(pipe)
+    torch.testing.assert_close(loss, expected)
+    for p, q in zip(other.parameters(), first.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+@graphs
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_captured_calls_under_autocast(dtype):
+    """Weights are cast in the capture: torch's cache of casts holds none of its memory."""
+    first = net()
+    other, x = copy.deepcopy(first), torch.randn(32, 64)
+    seen = []
+    for model in (first, other):
+        pipe = bp.Pipeline(model, devices=on(0, 0, 0, 0), chunks=4)
+        if model is other:
+            pipe.compile(cuda_graphs=True)
+        for _ in range(3):
+            with torch.autocast("cuda", dtype):
+                seen.append(pipe.forward_backward(x, loss_fn=square).loss)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.1 * p.grad
+    assert not failures(pipe)
+    torch.testing.assert_close(seen[:3], seen[3:])
 
 
 @graphs
