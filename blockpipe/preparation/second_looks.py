@@ -24,7 +24,7 @@ from ..restoring.holders import DictHolder
 from ..schedules.builders import ScheduleOption
 from ..weights.placement import Fingerprint
 from .shared_state import check_shared_state, opened_since
-from .watched.watched_values import Change
+from .watched.watched_values import MOST_VALUES, Change
 
 _MOST = 16  # recordings for values; a guess
 
@@ -39,7 +39,8 @@ class SecondLooks:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._left = _MOST
-        self._seen: set[tuple[int, Hashable]] = set()  # whose objects those who watch keep alive
+        # By place: a change keeps its object alive, so that no other one gets the id.
+        self._seen: dict[tuple[int, Hashable], Change] = {}
         self._ahead: list[Change] = []  # of steps whose micro-batches could not mix
 
     def at_values(
@@ -54,7 +55,7 @@ class SecondLooks:
 
         Args:
             known: the recording that the step ran by.
-            changed: what it has changed, but for what an earlier one had.
+            changed: what it has changed.
             batches: the micro-batches, if they could mix.
             schedule: by which they ran.
             record: records one of them.
@@ -88,9 +89,10 @@ class SecondLooks:
 
     def _is_new(self, change: Change, known: Recording) -> bool:
         where = id(change.holder.owner), change.key
-        is_new = where not in self._seen and not _is_known(change, known)
-        self._seen.add(where)
-        return is_new
+        if where in self._seen or len(self._seen) == MOST_VALUES:  # a history has ever more
+            return False
+        self._seen[where] = change
+        return not _is_known(change, known)
 
     def _names(self, changes: Sequence[Change]) -> list[str]:
         paths = {id(module): path for path, module in self._model.named_modules()}

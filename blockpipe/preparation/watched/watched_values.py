@@ -146,7 +146,7 @@ class WatchedValues:
         self._questions = Questions()
         self._came: Counter[int] = Counter()  # by object, the names that were added or removed
         self._replaced: Counter[Where] = Counter()  # by place, the objects that were looked into
-        self._by_forward: dict[Where, Change] = {}  # the places that a step has changed
+        self._changes: list[Change] = []  # of the newest step
         self._has_turned = False
 
     def _forget(self) -> None:
@@ -231,12 +231,13 @@ class WatchedValues:
         does count: it leads the next forward another way. The first steps show all such values.
 
         Returns:
-            The changes of what no step has changed before.
+            The changes of this step.
         """
-        known = len(self._by_forward)
+        self._changes = []
         self._look(by_forward=True)
         self._steps += 1
-        return [*self._by_forward.values()][known:]
+        changes, self._changes = self._changes, []
+        return changes
 
     def _look(self, *, by_forward: bool) -> None:
         is_first = self._steps < _STEPS  # and which object it is, counts
@@ -264,7 +265,7 @@ class WatchedValues:
             where = holder.space_id(), key
             are_data = isinstance(then, Described) or isinstance(value, Described)
             if by_forward and not are_data and not is_object_of_before(then, value):
-                self._note(where, Change(holder, key, then if is_plain(then) else Code()))
+                self._changes.append(Change(holder, key, then if is_plain(then) else Code()))
             if by_forward and self._steps < _STEPS:
                 is_default = then is UNSET and isinstance(holder.owner, defaultdict)
                 if is_object_of_before(then, value) or is_default:
@@ -280,10 +281,6 @@ class WatchedValues:
         if members.keys() != before.keys() or looked_at_in(members) != looked_at_in(before):
             self._reads.read_again(index, holder, members)
         self._members[index] = members
-
-    def _note(self, where: Where, change: Change) -> None:
-        if len(self._by_forward) < MOST_VALUES:  # a history has ever more
-            self._by_forward.setdefault(where, change)
 
     def _turn(self, holder: Holder, key: Hashable, *, is_new: bool) -> None:
         where = holder.space_id(), key
