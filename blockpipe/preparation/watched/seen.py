@@ -92,7 +92,7 @@ def seen(value: Any, depth: int = 0) -> Any:
         return Code((Itself(value), seen(value.get(UNSET), depth)))
     if isinstance(value, logging.Logger):
         return Code((Itself(value), value.level, value.disabled))
-    return Code((kind, Itself(value))) if _is_users_module(kind.__module__) else Itself(value)
+    return Code((kind, Itself(value))) if is_users(kind.__module__) else Itself(value)
 
 
 def _function(function: types.FunctionType, depth: int) -> Code:
@@ -122,9 +122,6 @@ def _described(data: Any) -> Described:
 def content(value: Any) -> Hashable:
     """Return the content of a container or an object, without the values of tensors."""
     return Contents(None, data=_described).of(value)
-
-
-_is_users_module = functools.lru_cache(1_000)(is_users)
 
 
 def is_plain(value: Any) -> bool:
