@@ -35,7 +35,7 @@ from ..restoring.leaked_tensors import TrackedFakes
 from ..restoring.model_state import ModelState, RealWritesUndone
 from ..restoring.restored_thread import leaves_intact, modes_around
 from ..stages.plan import StagePlan
-from .held_output import HeldOutput, users_handlers
+from .held_output import HeldOutput, users_listeners
 from .plain_values.still_code import hooks_in
 from .plan_resolution import planned_by
 from .recording import Recording
@@ -293,7 +293,7 @@ def _with_fakes(
     with ExitStack() as stack:
         stack.callback(mode.empty_caches, state.caches)  # also if it is to be run for real now
         # Restored last: while the forward ran, the state of the model may have come upon it too.
-        stack.enter_context(ModelState(values=False, others=users_handlers()))
+        stack.enter_context(ModelState(values=False, others=users_listeners()))
         stack.enter_context(modes)
         stack.enter_context(state)
         stack.enter_context(state)  # an interrupt can spoil one of them

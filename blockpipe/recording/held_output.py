@@ -4,7 +4,7 @@ A step says it again, so a recording that succeeds says nothing; one that fails 
 The streams, the handlers and the warnings are the process's, so what other threads say goes where
 it went. So does what a library says: it may say that only once, and the step would not repeat it. A
 handler of a class of the user's gets its records, because the forward may read what it keeps; what
-it keeps is put back (:func:`users_handlers`).
+it keeps is put back (:func:`users_listeners`), and what a filter of the user's counts.
 """
 
 from __future__ import annotations
@@ -151,10 +151,9 @@ def _caller(*modules: str) -> FrameType | None:
     return frame
 
 
-def users_handlers() -> Iterator[logging.Handler]:
-    """Yield the handlers of all loggers that are of a class of the user's."""
-    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
-    for logger in loggers:
-        for handler in getattr(logger, "handlers", ()):
-            if is_users(type(handler).__module__):
-                yield handler
+def users_listeners() -> Iterator[Any]:
+    """Yield the handlers and filters of all loggers that are the user's."""
+    for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
+        for told in (*getattr(logger, "handlers", ()), *getattr(logger, "filters", ())):
+            if is_users(getattr(told, "__module__", logging.__name__)):
+                yield told

@@ -78,6 +78,39 @@ def test_log_records_come_once_for_each_micro_batch(real: bool) -> None:
     assert text.getvalue() == "here\n" * 4
 
 
+class Once(logging.Filter):
+    """A filter that lets each message through once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return _is_new(self.seen, record)
+
+
+def _is_new(seen: set[str], record: logging.LogRecord) -> bool:
+    is_new = record.getMessage() not in seen
+    seen.add(record.getMessage())
+    return is_new
+
+
+@pytest.mark.parametrize("real", [False, True])
+@pytest.mark.parametrize("kind", [Once, "function"])
+def test_filters_of_a_logger_see_no_recording(real: bool, kind: Any) -> None:
+    """What they count is put back, so the step's own record passes."""
+    logger, keeps, seen = logging.getLogger("filtered"), Keeps(), set[str]()
+    filter_ = Once() if kind is Once else lambda record: _is_new(seen, record)
+    logger.addHandler(keeps)
+    logger.addFilter(filter_)
+    try:
+        _step(Says(lambda: logging.getLogger("filtered").warning("here"), real=real))
+    finally:
+        logger.removeHandler(keeps)
+        logger.removeFilter(filter_)
+    assert keeps.lines == ["here"]
+
+
 @pytest.mark.parametrize(("action", "times"), [("always", 4), ("default", 1), ("once", 1)])
 def test_warnings_come_as_in_the_plain_loop(action: Any, times: int) -> None:
     """Python notes which ones it has shown: those that a recording has kept count as new."""
