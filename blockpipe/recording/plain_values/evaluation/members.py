@@ -40,11 +40,12 @@ class Names:
 
 
 def owners_of(owner: Any, key: Any) -> Iterator[Any]:
-    """Return the objects that a read may be about: an object, and the class of the attribute."""
+    """Return the objects that a read may be about: an object, and the class of the attribute, of a
+    class also its metaclass."""
     yield owner
     if isinstance(key, str) and not isinstance(owner, Names | types.CellType | dict):
-        bases = owner.__mro__[1:] if isinstance(owner, type) else type(owner).__mro__
-        for base in bases:
+        bases = owner.__mro__[1:] if isinstance(owner, type) else ()
+        for base in (*bases, *type(owner).__mro__):
             yield base
             if key in vars(base):
                 return
