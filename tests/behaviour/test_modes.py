@@ -13,8 +13,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import blockpipe as bp
+from blockpipe._torch.modes import how_many_function_modes
 from blockpipe.crossing import offload
 from blockpipe.crossing.interception import CrossingMode
+from blockpipe.errors import RecordingError
 
 from ..models import Scripted, square
 from ..stage_devices import is_simulated, stages
@@ -314,3 +316,21 @@ def test_a_mode_that_the_forward_enters_itself_is_on_inside_of_sealed_modules():
         for _ in range(2):
             assert torch.allclose(pipe(X).to(X.device), expected)
         assert set(pipe.recording.sealed) == {"a", "b"}
+
+
+@pytest.mark.parametrize("mode", [_Doubles, lambda: torch.device("cpu")])
+def test_a_mode_that_the_forward_does_not_leave_is_refused(mode):
+    """It would be on for whatever runs next; nothing stays on."""
+
+    def forward(s, x):
+        with B(0):
+            x = s.a(x)
+        with B(1):
+            mode().__enter__()
+            return s.b(x)
+
+    pipe = bp.Pipeline(Scripted(forward), devices=stages(2), chunks=2)
+    for _ in range(2):
+        with pytest.raises(RecordingError, match="a mode of torch, and does not leave it"):
+            pipe.forward_backward(X, loss_fn=square)
+        assert not how_many_function_modes()

@@ -17,7 +17,7 @@ from ..._common.modules import StandIn
 from ..._common.nested import tensors
 from ..._common.threads.model_turns import alone_with
 from ..._torch.graph import CheckpointHook, push_saved_tensor_hooks
-from ..._torch.modes import how_many_function_modes
+from ..._torch.modes import function_mode_at, how_many_function_modes, pop_function_mode
 from ..._torch.modules import is_moving
 from ...crossing.interception import (
     CrossingMode,
@@ -28,6 +28,7 @@ from ...crossing.interception import (
 )
 from ...crossing.microbatch_run import Reader
 from ...crossing.torch_patches import Replacement
+from ...errors import RecordingError
 from ..plan_resolution import planned_stage
 from .backward_code import seeing_context
 from .recorder import SCRIPTED, Recorder
@@ -46,6 +47,22 @@ class RecordingMode(CrossingMode):
         super().__init__(recorder.run)
         self.recorder = recorder
         self._local = recorder.read
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        left = list(iter(self._left_on, None))
+        super().__exit__(kind, error, trace)
+        if left and error is None:
+            raise RecordingError(
+                f"the forward enters {type(left[-1]).__name__}, a mode of torch, and does not "
+                "leave it, so that it would be on for other stages and micro-batches, in whatever "
+                f"order they come ({users_line()}); enter it by 'with' in the forward, or around "
+                "the step"
+            )
+
+    def _left_on(self) -> TorchFunctionMode | None:
+        """Take off a mode that the forward has left on."""
+        innermost = function_mode_at(how_many_function_modes() - 1)
+        return None if innermost is self else pop_function_mode()
 
     def __torch_function__(
         self,
