@@ -38,7 +38,7 @@ class SecondLooks:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._left = _MOST
+        self._left = _MOST  # below zero: nobody looks any more
         # By place: a change keeps its object alive, so that no other one gets the id.
         self._seen: dict[tuple[int, Hashable], Change] = {}
         self._ahead: list[Change] = []  # of steps whose micro-batches could not mix
@@ -63,7 +63,7 @@ class SecondLooks:
         Raises:
             StateError: several hops share such a value.
         """
-        if len(known.hops) < 2 or schedule in ("uncut", "sequential"):
+        if len(known.hops) < 2 or schedule in ("uncut", "sequential") or self._left < 0:
             return
         self._ahead += [change for change in changed if self._is_new(change, known)]
         if not batches or not self._ahead:

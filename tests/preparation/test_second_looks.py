@@ -9,7 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import blockpipe as bp
+from blockpipe.batches.microbatch import split
 from blockpipe.errors import StateError
+from blockpipe.preparation.second_looks import SecondLooks
+from blockpipe.preparation.watched.watched_values import Change
+from blockpipe.restoring.holders import DictHolder
 
 from ..parity import assert_same_gradients, plain_step
 from ..stage_devices import assert_close, stages
@@ -111,3 +115,20 @@ def test_there_is_an_end_of_looking():
             pipe.forward_backward(torch.randn(4, 4), loss_fn=torch.sum)
     told = [str(one.message) for one in caught if "nobody looks whether" in str(one.message)]
     assert len(told) <= 1
+
+
+def test_nobody_looks_behind_the_end():
+    """Sixteen recordings, one warning, and then none."""
+    net = Mixture(lambda net, k, value: None, lambda net: 0.0)
+    x, _ = _batch()
+    recording = bp.record(net, x)
+    looks, batches, recorded = SecondLooks(net), split((x,), {}, None, 1, None), []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(20):
+            change = Change(DictHolder({}, object()), f"name {step}", 1.0)
+            looks.at_values(
+                recording, [change], batches, "gpipe", lambda b: recorded.append(b) or recording
+            )
+    assert len(recorded) == 16
+    assert ["nobody looks" in str(one.message) for one in caught] == [True]

@@ -20,6 +20,8 @@ PURE = frozenset(  # functions whose result has no other effect
     ]
 )
 _MATCHED = ast.Name("<match>")  # no function: patterns read attributes
+_SHOWN = ast.Name("str")
+_SHOWS = ("str", "repr", "ascii", "format")
 
 
 class Use(enum.Enum):
@@ -54,6 +56,8 @@ def use_of(node: ast.expr, outer: tuple[ast.AST, ...]) -> tuple[Use, ast.expr | 
         return Use.NONE, None  # an entry of it
     if isinstance(around, ast.keyword) and around.arg == "out":
         return Use.WRITE, None
+    if _is_shown(node, outer):
+        return Use.READ, _SHOWN
     if isinstance(around, ast.keyword) and around.arg is not None:
         around = outer[1]
     if isinstance(around, ast.Match):
@@ -68,6 +72,17 @@ def use_of(node: ast.expr, outer: tuple[ast.AST, ...]) -> tuple[Use, ast.expr | 
         is_alias = isinstance(around, ast.AnnAssign | ast.NamedExpr | ast.Expr)
     is_asked = isinstance(around, ast.Compare) and isinstance(around.ops[0], ast.Is | ast.IsNot)
     return (Use.NONE if is_alias or is_asked else Use.READ), None
+
+
+def _is_shown(node: ast.AST, outer: tuple[ast.AST, ...]) -> bool:
+    """Return whether an expression is a part of a text: by its own, or in a tuple or list."""
+    for around in outer:
+        if isinstance(around, ast.BinOp):
+            return isinstance(around.op, ast.Mod) and around.right is node
+        if not isinstance(around, ast.Tuple | ast.List | ast.Starred | ast.keyword):
+            return isinstance(around, ast.FormattedValue) or name_called(around) in _SHOWS
+        node = around
+    return False
 
 
 def is_function(outer: tuple[ast.AST, ...]) -> bool:
