@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from ..._common.modules import STATE
 from ..._torch.modules import COMPILED_CALL, buffers_of
+from ...restoring.held_signals import RestoredWhole
 from ...restoring.holders import (
     CacheHolder,
     ContentHolder,
@@ -333,14 +334,17 @@ class WatchedValues:
     def _value_at(self, where: Where) -> Any:
         return self._places[where].value()
 
-    @contextmanager
-    def asked(self) -> Iterator[Callable[[Any, str], None] | None]:
+    def asked(self) -> RestoredWhole[Callable[[Any, str], None] | None]:
         """Replace those numbers, during a recording, by ones that remember comparisons.
 
         Yields:
             What has to be told of each index that the forward uses, with the line; ``None``: there
             are no such numbers.
         """
+        return RestoredWhole(self._asked())
+
+    @contextmanager
+    def _asked(self) -> Iterator[Callable[[Any, str], None] | None]:
         before = []
         self._questions.begin()
         try:
