@@ -143,14 +143,17 @@ class WatchedValues:
         self._torchs: set[int] = set()  # the dictionaries of modules, by id
         self._switches: set[Where] = set()  # which Fingerprint compares
         self._forget()
+        self._is_whole = True  # unless an interrupt has ended a look half-way
         self._places: dict[Where, _Place] = {}  # the places whose values have changed
         self._questions = Questions()
         self._came: Counter[int] = Counter()  # by object, the names that were added or removed
         self._replaced: Counter[Where] = Counter()  # by place, the objects that were looked into
         self._by_forward: dict[Where, Change] = {}  # the places that a step has changed
+        self._returned = 0  # how many of them were
         self._has_turned = False
 
     def _forget(self) -> None:
+        self._is_whole = False
         self._holders: list[Holder] = []
         self._members: list[dict[Hashable, Any]] = []  # what is seen of each holder's
         self._reads = MemberReads()  # of members, by holder
@@ -163,6 +166,7 @@ class WatchedValues:
     def look_around(self) -> None:
         """Find the values that a forward may read; called before a recording."""
         self._look(by_forward=False)  # what was set before a report is asked for, counts
+        self._has_turned |= not self._is_whole
         self._modules = {id(module): module for module in self._model.modules()}
         of_torch = (vars(module).items() for module in self._modules.values())
         self._torchs = {id(value) for own in of_torch for key, value in own if key in _TORCHS}
@@ -177,6 +181,7 @@ class WatchedValues:
         self._forget()
         self._take(holders_read(self._model))
         self._values = self._reads.now()
+        self._is_whole = True
 
     def _take(self, holders: Iterable[Holder]) -> None:
         """Watch more objects, as they are now."""
@@ -219,10 +224,13 @@ class WatchedValues:
 
     def has_turned(self) -> bool:
         """Return whether, since the last call, a value has changed for the first time. The keys of
-        the recordings made so far do not include that value."""
+        the recordings made so far do not include that value. After a look that an interrupt has
+        ended half-way, nobody knows, and the next one begins anew."""
         self._look(by_forward=False)
+        if not self._is_whole:
+            self._forget()
         has_turned, self._has_turned = self._has_turned, False
-        return has_turned
+        return has_turned or not self._is_whole
 
     def step_is_over(self) -> list[Change]:
         """Note the values that the forward itself has set, which have changed since
@@ -234,12 +242,19 @@ class WatchedValues:
         Returns:
             The changes of what no step has changed before.
         """
-        known = len(self._by_forward)
         self._look(by_forward=True)
         self._steps += 1
-        return [*self._by_forward.values()][known:]
+        found = [*self._by_forward.values()][self._returned :]
+        self._returned += len(found)
+        return found
 
     def _look(self, *, by_forward: bool) -> None:
+        if self._is_whole:
+            self._is_whole = False
+            self._look_at_all(by_forward=by_forward)
+            self._is_whole = True
+
+    def _look_at_all(self, *, by_forward: bool) -> None:
         is_first = self._steps < _STEPS  # and which object it is, counts
         try:
             now = self._reads.now()
@@ -301,6 +316,7 @@ class WatchedValues:
         """Return the key of a recording: the values that have ever changed."""
         self._questions.step_begins()
         labels, are_others = [], False
+        is_whole, self._is_whole = self._is_whole, False
         for where, place in self._places.items():
             if len(place.labels) <= _MOST_RETURNS:
                 latest, found = place.latest, place.label()
@@ -311,6 +327,7 @@ class WatchedValues:
                 labels.append(found)
         if are_others:
             self._values = self._reads.now()
+        self._is_whole = is_whole
         return tuple(labels)
 
     def holds(self, asked: Asked) -> bool:
