@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import blockpipe as bp
 from blockpipe.errors import StateError
+from blockpipe.preparation import second_looks
 
 from ..parity import assert_same_gradients, plain_step
 from ..stage_devices import assert_close, stages
@@ -111,3 +112,20 @@ def test_there_is_an_end_of_looking():
             pipe.forward_backward(torch.randn(4, 4), loss_fn=torch.sum)
     told = [str(one.message) for one in caught if "nobody looks whether" in str(one.message)]
     assert len(told) <= 1
+
+
+def test_a_look_that_an_interrupt_ends_is_made_again(monkeypatch: pytest.MonkeyPatch):
+    net = Mixture(*PUTS["the attribute of an expert"])
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=8, schedule="1f1b")
+    x, y = _batch()
+    pipe.forward_backward(torch.zeros_like(x), target=y, loss_fn=F.mse_loss)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt("now")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(second_looks, "RestoredWhole", interrupted)
+        with pytest.raises(KeyboardInterrupt, match="now"):
+            pipe.forward_backward(x, target=y, loss_fn=F.mse_loss)
+    with pytest.raises(StateError, match=r"experts.2.load was set during the step"):
+        pipe.forward_backward(x, target=y, loss_fn=F.mse_loss)
