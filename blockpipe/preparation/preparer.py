@@ -242,7 +242,7 @@ class Preparer:
         self, batch: Microbatch, options: PipelineOptions, loss_fn: LossFn = None
     ) -> Recording:
         self._watched_values.look_around()
-        with self._hooks.absent(), self._watched_values.asked() as on_index:
+        with self._hooks.absent(), self._watched_values.asked() as (on_index,):
             planned = planned_by(self.model, self.given_plan)
             recording = record_planned(
                 RecordRequest(

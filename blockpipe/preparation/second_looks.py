@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack
 from typing import Any, NoReturn
 
 from torch import nn
 
 from .._common.callsite import users_line, warn
 from ..batches.microbatch import Microbatch
-from ..errors import StateError
+from ..errors import BlockpipeError, StateError
 from ..recording.plain_values.places import in_words
 from ..recording.recording import Recording
+from ..restoring.held_signals import RestoredWhole
 from ..restoring.holders import DictHolder
 from ..schedules.builders import ScheduleOption
 from ..weights.placement import Fingerprint
@@ -68,24 +68,31 @@ class SecondLooks:
         self._ahead += [change for change in changed if self._is_new(change, known)]
         if not batches or not self._ahead:
             return
-        changed, self._ahead = self._ahead, []
-        names = self._names(changed)
+        names = self._names(self._ahead)
         for batch in batches:
             if not self._left:
                 self._give_up(names)
-                return
+                break
             self._left -= 1
-            with ExitStack() as before:
-                for change in changed:
-                    before.enter_context(change.undone())
-                found = record(batch)
+            # If an interrupt ends it, the next step looks again.
+            found = self._recorded(batch, record)
             try:
                 check_shared_state(found, schedule)
             except StateError as error:
+                self._ahead = []
                 _refuse(names, "set", error)
-            changed = [change for change in changed if not _is_known(change, found)]
-            if not changed:
+            self._ahead = [change for change in self._ahead if not _is_known(change, found)]
+            if not self._ahead:
                 return
+        self._ahead = []
+
+    def _recorded(self, batch: Microbatch, record: Callable[[Microbatch], Recording]) -> Recording:
+        try:
+            with RestoredWhole(*(change.undone() for change in self._ahead)):
+                return record(batch)
+        except BlockpipeError:
+            self._ahead = []
+            raise
 
     def _is_new(self, change: Change, known: Recording) -> bool:
         where = id(change.holder.owner), change.key

@@ -82,7 +82,7 @@ def record_on_fake_devices(
     kwargs = dict(kwargs or {})
     request = RecordRequest(model, tuple(args), kwargs, planned_by(model, plan), devices)
     try:
-        with closed_to_others(model), request.interrupts, HeldOutput(lambda _: True):
+        with closed_to_others(model), request.signals, HeldOutput(lambda _: True):
             return contextvars.copy_context().run(_hooked_fake, request, homes)
     except BlockpipeError:
         raise

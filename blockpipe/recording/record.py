@@ -132,7 +132,7 @@ def _record(
     *,
     fake: bool,
 ) -> Recording:
-    with request.interrupts:
+    with request.signals:
         # What the forward sets in context variables stays in this copy.
         run = partial(_recorded, request, share, intended, fake=fake)
         return contextvars.copy_context().run(run)

@@ -22,7 +22,7 @@ from .._common.nested import leaves, tensors
 from .._common.text import dtype_text
 from ..batches.microbatch import BatchPart
 from ..errors import RecordingError
-from ..restoring.held_interrupts import HeldInterrupts
+from ..restoring.held_signals import HeldSignals
 from ..restoring.holders import Holder
 from .plain_values.still_code import Hook
 from .plan_resolution import Planned
@@ -45,7 +45,7 @@ class RecordRequest:
         hooks: what a backward calls. The fake parameters have none.
         modes: the objects that the user's modes around the forward reach.
         loss_fn: what a step calls with the output; ``None``: nothing, or it is not known.
-        interrupts: holds interrupts back, which are let through between two operations.
+        signals: holds signals back; interrupts are let through between two operations.
         on_index: is given each value that the forward uses as an index, with the line; ``None``:
             nobody asks.
     """
@@ -61,7 +61,7 @@ class RecordRequest:
     hooks: Sequence[Hook] = ()
     modes: Sequence[Holder] = ()
     loss_fn: Callable[..., Any] | None = None
-    interrupts: HeldInterrupts = field(default_factory=HeldInterrupts)
+    signals: HeldSignals = field(default_factory=HeldSignals)
     on_index: Callable[[Any, str], None] | None = None
 
 

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 from .._torch.graph import stepping_hooks
 from ..devices.rng_streams import Source, preserve_rng
+from .held_signals import RestoredWhole
 from .model_state import ModelState
 
 
 class PreservedModel:
-    """The state of some modules when this was made.
+    """The parameters and gradients of some modules when this was made, and their other state as it
+    is before each run.
 
     Args:
         modules: the model, and any other module with parameters, such as a loss.
@@ -31,7 +33,7 @@ class PreservedModel:
     def __init__(
         self, modules: Sequence[nn.Module], sources: Sequence[Source], given: Iterable[Any] = ()
     ) -> None:
-        self._state = ModelState(*modules, values=True, others=given)
+        self._modules, self._given = modules, [*given]
         host = ["random", *(["numpy"] if "numpy" in sys.modules else [])]
         self.sources: list[Source] = [*dict.fromkeys([*sources, *host])]
         parameters = {id(p): p for module in modules for p in module.parameters()}.values()
@@ -44,23 +46,29 @@ class PreservedModel:
             hooks for p in parameters if (hooks := stepping_hooks(p)) is not None
         ]
 
-    @contextmanager
-    def run(self) -> Iterator[None]:
+    def run(self) -> RestoredWhole[None]:
         """Run a block that begins without gradients, and restore everything even if it fails."""
+        return RestoredWhole(
+            preserve_rng(self.sources),
+            restored_state(self._modules, self._given),
+            self._without_gradients(),
+        )
+
+    @contextmanager
+    def _without_gradients(self) -> Iterator[None]:
         steppers = [dict(hooks) for hooks in self._steppers]
-        with preserve_rng(self.sources), self._state:
-            try:
-                for hooks in self._steppers:
-                    hooks.clear()  # an optimizer's step in the backward
-                for parameter, _ in self._gradients:
-                    parameter.grad = None
-                yield
-            finally:
-                self._put_back_values()
-                for parameter, gradient in self._gradients:
-                    parameter.grad = gradient
-                for hooks, before in zip(self._steppers, steppers, strict=True):
-                    hooks.update(before)
+        try:
+            for hooks in self._steppers:
+                hooks.clear()  # an optimizer's step in the backward
+            for parameter, _ in self._gradients:
+                parameter.grad = None
+            yield
+        finally:
+            self._put_back_values()
+            for parameter, gradient in self._gradients:
+                parameter.grad = gradient
+            for hooks, before in zip(self._steppers, steppers, strict=True):
+                hooks.update(before)
 
     def _put_back_values(self) -> None:
         # A version does not say whether a forward has written to them: it may write to .data.
@@ -70,6 +78,14 @@ class PreservedModel:
                     parameter.data = data
                 if not torch.equal(data.to("cpu"), value):
                     data.copy_(value)
+
+
+@contextmanager
+def restored_state(modules: Sequence[nn.Module], given: Iterable[Any] = ()) -> Iterator[None]:
+    """Restore what :class:`ModelState` keeps, as it is when this is entered: handlers of signals
+    may have set something before."""
+    with ModelState(*modules, values=True, others=given):
+        yield
 
 
 def moved_copy(module: nn.Module, device: torch.device) -> nn.Module:

@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 import blockpipe as bp
 from blockpipe.execution.lanes.lane_threads import LaneThreads
 from blockpipe.execution.lanes.thread_pool import close_idle_threads, idle_threads, pool
+from blockpipe.preparation.watched.reading import MemberReads
 
 from ..parameter_sets import every_pair
 from ..stage_devices import stages
@@ -260,3 +262,30 @@ def test_a_signal_handler_that_raises_ends_the_step():
 def is_busy(thread):
     """Whether a thread of the pool is not in it."""
     return thread not in pool.idle
+
+
+def test_a_step_behind_one_whose_look_was_interrupted_is_the_plain_loops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between steps, values of the user's are compared: an exception of a signal's handler may end
+    that half-way."""
+    bomb, net, plain, pipe = make("sequential")
+    add = MemberReads.add
+
+    def interrupted(self: MemberReads, *args: Any) -> None:
+        add(self, *args)
+        raise TimeoutError("too late")
+
+    for net.options in ([Options(0)], [Options(1)]):
+        step(pipe, bomb, "forward_backward")
+    net.options = [Options(2)]
+    with monkeypatch.context() as patched:
+        patched.setattr(MemberReads, "add", interrupted)
+        with pytest.raises(TimeoutError, match="too late"):
+            step(pipe, bomb, "forward_backward")
+    assert_recovers(net, plain, pipe, bomb)
+
+
+class Options:
+    def __init__(self, number: int) -> None:
+        self.number = number

@@ -1,15 +1,10 @@
 """No lock stays locked: a step that fails at any place leaves the next one free to run."""
 
-import contextlib
 import copy
-import dis
-import functools
 import random
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -25,11 +20,11 @@ from blockpipe.devices import rng_streams as randomness
 from blockpipe.execution.lanes import thread_pool
 from blockpipe.stages.cursor import current_cursor
 
+from ..interrupting import PACKAGE, interrupting, traced
 from ..models import square
 from ..parity import plain_step
 from ..stage_devices import assert_close, stages
 
-PACKAGE = str(Path(bp.__file__).parent)
 # What lets go of something, whatever has happened. It is not what may fail, but what must not.
 LETS_GO = {
     "_common/threads/thread_state": {"give_forward_lock", "enter_modes", "__exit__"},
@@ -128,16 +123,6 @@ def places_of(function: Callable[[], Any]) -> list[tuple[str, str]]:
     return list(seen)
 
 
-def traced(trace: Callable[..., Any], function: Callable[[], Any]) -> None:
-    threading.settrace(trace)
-    sys.settrace(trace)
-    try:
-        function()
-    finally:
-        sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
-
-
 def raising_at(place: tuple[str, str], once: Iterator[bool]) -> Callable[..., Any]:
     """A trace function that raises where this function is called for the first time."""
 
@@ -212,38 +197,6 @@ def test_after_a_failure_anywhere_the_next_step_runs():
                 assert_close(p.grad, q.grad)
     assert raised > 200
     assert raised > 0.9 * len(tried)
-
-
-@functools.cache
-def looks_for_signals(code: CodeType) -> frozenset[int]:
-    """Where Python looks whether it was interrupted: behind calls and resumptions, and where a loop
-    begins again. It does not between the end of a ``with lock:`` and the lock's release.
-    """
-    found, before = set(), ""
-    for instruction in dis.get_instructions(code):
-        if before.startswith(("CALL", "RESUME")):
-            found.add(instruction.offset)
-        if instruction.opname.startswith("JUMP_BACKWARD"):
-            found.add(instruction.argval)
-        before = instruction.opname
-    return frozenset(found)
-
-
-def interrupting(bytecode: int, seen: list[int]) -> Callable[..., Any]:
-    """A trace function that raises where the package, or contextlib, is at its n-th bytecode of
-    those at which it may be interrupted."""
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith((PACKAGE, contextlib.__file__)):
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if event == "opcode" and frame.f_lasti in looks_for_signals(frame.f_code):
-            seen[0] += 1
-            if seen[0] == bytecode:
-                raise KeyboardInterrupt("now")
-        return trace
-
-    return trace
 
 
 @pytest.mark.cpu("an interrupt within a call from C++ ends the process")

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import blockpipe as bp
 from blockpipe.batches.microbatch import split
 from blockpipe.errors import StateError
-from blockpipe.preparation.second_looks import SecondLooks
+from blockpipe.preparation import second_looks
 from blockpipe.preparation.watched.watched_values import Change
 from blockpipe.restoring.holders import DictHolder
 
@@ -122,7 +122,7 @@ def test_nobody_looks_behind_the_end():
     net = Mixture(lambda net, k, value: None, lambda net: 0.0)
     x, _ = _batch()
     recording = bp.record(net, x)
-    looks, batches, recorded = SecondLooks(net), split((x,), {}, None, 1, None), []
+    looks, batches, recorded = second_looks.SecondLooks(net), split((x,), {}, None, 1, None), []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(20):
@@ -132,3 +132,20 @@ def test_nobody_looks_behind_the_end():
             )
     assert len(recorded) == 16
     assert ["nobody looks" in str(one.message) for one in caught] == [True]
+
+
+def test_a_look_that_an_interrupt_ends_is_made_again(monkeypatch: pytest.MonkeyPatch):
+    net = Mixture(*PUTS["the attribute of an expert"])
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=8, schedule="1f1b")
+    x, y = _batch()
+    pipe.forward_backward(torch.zeros_like(x), target=y, loss_fn=F.mse_loss)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt("now")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(second_looks, "RestoredWhole", interrupted)
+        with pytest.raises(KeyboardInterrupt, match="now"):
+            pipe.forward_backward(x, target=y, loss_fn=F.mse_loss)
+    with pytest.raises(StateError, match=r"experts.2.load was set during the step"):
+        pipe.forward_backward(x, target=y, loss_fn=F.mse_loss)

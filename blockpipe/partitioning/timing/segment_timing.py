@@ -30,8 +30,8 @@ from ...devices.rng_streams import every_source, preserve_rng, torchs_of
 from ...devices.stopwatch import Stopwatch
 from ...errors import UsageError
 from ...recording.recording import Recording
-from ...restoring.model_state import ModelState
-from ...restoring.preserved import fresh_copy
+from ...restoring.held_signals import RestoredWhole
+from ...restoring.preserved import fresh_copy, restored_state
 from .segment_stamps import SegmentStamps, StampedForward
 
 WARM_UP = 2
@@ -336,14 +336,22 @@ def _with_own_tensors(model: nn.Module, device: torch.device, function: Callable
         return made[id(tensor)]
 
     slots = [*named_slots(model, parameters_of), *named_slots(model, buffers_of)]
-    # A module may hold a parameter elsewhere too (an RNN's list), which would get the gradient.
+    sources = [*every_source(), *torchs_of(device)]
+    kept = _without_gradients(model), restored_state([model]), preserve_rng(sources)
+    with RestoredWhole(*kept):
+        swapped = {name: own(tensor) for name, tensor in slots}
+        return call_with_tensors(model, swapped, function)
+
+
+@contextmanager
+def _without_gradients(model: nn.Module) -> Iterator[None]:
+    """Take the gradients off: a module may hold a parameter elsewhere too (an RNN's list), which
+    would get one."""
     gradients = [(p, p.grad) for p in model.parameters()]
-    for parameter, _ in gradients:
-        parameter.grad = None
     try:
-        with ModelState(model, values=True), preserve_rng([*every_source(), *torchs_of(device)]):
-            swapped = {name: own(tensor) for name, tensor in slots}
-            return call_with_tensors(model, swapped, function)
+        for parameter, _ in gradients:
+            parameter.grad = None
+        yield
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from ..._common.modules import STATE
 from ..._torch.modules import COMPILED_CALL, buffers_of
+from ...restoring.held_signals import RestoredWhole
 from ...restoring.holders import (
     CacheHolder,
     ContentHolder,
@@ -142,14 +143,16 @@ class WatchedValues:
         self._torchs: set[int] = set()  # the dictionaries of modules, by id
         self._switches: set[Where] = set()  # which Fingerprint compares
         self._forget()
+        self._is_whole = True  # unless an interrupt has ended a look half-way
         self._places: dict[Where, _Place] = {}  # the places whose values have changed
         self._questions = Questions()
         self._came: Counter[int] = Counter()  # by object, the names that were added or removed
         self._replaced: Counter[Where] = Counter()  # by place, the objects that were looked into
-        self._changes: list[Change] = []  # of the newest step
+        self._changes: list[Change] = []  # of steps, that nobody has been told of
         self._has_turned = False
 
     def _forget(self) -> None:
+        self._is_whole = False
         self._holders: list[Holder] = []
         self._members: list[dict[Hashable, Any]] = []  # what is seen of each holder's
         self._reads = MemberReads()  # of members, by holder
@@ -162,6 +165,7 @@ class WatchedValues:
     def look_around(self) -> None:
         """Find the values that a forward may read; called before a recording."""
         self._look(by_forward=False)  # what was set before a report is asked for, counts
+        self._has_turned |= not self._is_whole
         self._modules = {id(module): module for module in self._model.modules()}
         of_torch = (vars(module).items() for module in self._modules.values())
         self._torchs = {id(value) for own in of_torch for key, value in own if key in _TORCHS}
@@ -176,6 +180,7 @@ class WatchedValues:
         self._forget()
         self._take(holders_read(self._model))
         self._values = self._reads.now()
+        self._is_whole = True
 
     def _take(self, holders: Iterable[Holder]) -> None:
         """Watch more objects, as they are now."""
@@ -218,10 +223,13 @@ class WatchedValues:
 
     def has_turned(self) -> bool:
         """Return whether, since the last call, a value has changed for the first time. The keys of
-        the recordings made so far do not include that value."""
+        the recordings made so far do not include that value. After a look that an interrupt has
+        ended half-way, nobody knows, and the next one begins anew."""
         self._look(by_forward=False)
+        if not self._is_whole:
+            self._forget()
         has_turned, self._has_turned = self._has_turned, False
-        return has_turned
+        return has_turned or not self._is_whole
 
     def step_is_over(self) -> list[Change]:
         """Note the values that the forward itself has set, which have changed since
@@ -233,13 +241,18 @@ class WatchedValues:
         Returns:
             The changes of this step.
         """
-        self._changes = []
         self._look(by_forward=True)
         self._steps += 1
         changes, self._changes = self._changes, []
         return changes
 
     def _look(self, *, by_forward: bool) -> None:
+        if self._is_whole:
+            self._is_whole = False
+            self._look_at_all(by_forward=by_forward)
+            self._is_whole = True
+
+    def _look_at_all(self, *, by_forward: bool) -> None:
         is_first = self._steps < _STEPS  # and which object it is, counts
         try:
             now = self._reads.now()
@@ -297,6 +310,7 @@ class WatchedValues:
         """Return the key of a recording: the values that have ever changed."""
         self._questions.step_begins()
         labels, are_others = [], False
+        is_whole, self._is_whole = self._is_whole, False
         for where, place in self._places.items():
             if len(place.labels) <= _MOST_RETURNS:
                 latest, found = place.latest, place.label()
@@ -307,6 +321,7 @@ class WatchedValues:
                 labels.append(found)
         if are_others:
             self._values = self._reads.now()
+        self._is_whole = is_whole
         return tuple(labels)
 
     def holds(self, asked: Asked) -> bool:
@@ -330,14 +345,17 @@ class WatchedValues:
     def _value_at(self, where: Where) -> Any:
         return self._places[where].value()
 
-    @contextmanager
-    def asked(self) -> Iterator[Callable[[Any, str], None] | None]:
+    def asked(self) -> RestoredWhole[Callable[[Any, str], None] | None]:
         """Replace those numbers, during a recording, by ones that remember comparisons.
 
         Yields:
             What has to be told of each index that the forward uses, with the line; ``None``: there
             are no such numbers.
         """
+        return RestoredWhole(self._asked())
+
+    @contextmanager
+    def _asked(self) -> Iterator[Callable[[Any, str], None] | None]:
         before = []
         self._questions.begin()
         try:
