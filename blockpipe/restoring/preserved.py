@@ -48,7 +48,8 @@ class PreservedModel:
     def run(self) -> Iterator[None]:
         """Run a block that begins without gradients, and restore everything even if it fails."""
         steppers = [dict(hooks) for hooks in self._steppers]
-        with preserve_rng(self.sources), self._state:
+        # Twice: what a step has made goes in the first, and finalizers run (``__del__``).
+        with preserve_rng(self.sources), self._state, self._state:
             try:
                 for hooks in self._steppers:
                     hooks.clear()  # an optimizer's step in the backward

@@ -340,8 +340,10 @@ def _with_own_tensors(model: nn.Module, device: torch.device, function: Callable
     gradients = [(p, p.grad) for p in model.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
+    state = ModelState(model, values=True)
     try:
-        with ModelState(model, values=True), preserve_rng([*every_source(), *torchs_of(device)]):
+        # Twice: what the function has made goes in the first, and finalizers run (``__del__``).
+        with state, state, preserve_rng([*every_source(), *torchs_of(device)]):
             swapped = {name: own(tensor) for name, tensor in slots}
             return call_with_tensors(model, swapped, function)
     finally:
