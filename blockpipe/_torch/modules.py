@@ -12,6 +12,7 @@ from torch.nn.modules import module as _of_all_modules
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.utils import parametrize
+from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 from torch.nn.utils.prune import BasePruningMethod
 
 Slots = dict[str, Tensor | None]
@@ -115,6 +116,11 @@ def caches_parametrizations() -> bool:
     """Return whether ``torch.nn.utils.parametrize.cached()`` is entered: it counts its entries in a
     private global."""
     return parametrize._cache_enabled > 0
+
+
+SWAPS: tuple[Any, str] = (NamedMemberAccessor, "swap_tensors_dict")
+"""The method by which ``torch.func.functional_call`` gives a module other tensors, and takes them
+back. Its users have that function itself, so that to replace it in its module shows nothing."""
 
 
 @contextmanager

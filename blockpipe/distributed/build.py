@@ -289,7 +289,7 @@ def _taped(request: RecordRequest, recording: Recording) -> Tape:
         homes = {name: place for each in slots for name, _ in named_slots(model, each)}
         return run_on_fakes(request, partial(watch, fake=True), homes)
 
-    with closed_to_others(model), request.signals:
+    with closed_to_others(model), request.signals, request.undone:
         if recording.fake:
             try:
                 return on_fakes()

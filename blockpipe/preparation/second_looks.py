@@ -132,7 +132,10 @@ def check_writes(
     try:
         check_shared_state(found, schedule)
         if (call := opened_since(known, found)) is not None:
-            raise StateError(f"by now {call.path!r} has to be looked into: {call.opened}")
+            raise StateError(
+                f"by now {call.path!r} has to be looked into: {call.opened}; set the gradients to "
+                "None and repeat the step, which is recorded anew"
+            )
     except StateError as error:
         _refuse(written, "written", error)
 

@@ -148,6 +148,7 @@ def opened_since(before: Recording, now: Recording) -> Call | None:
     """
     for call in now.calls:
         known = before.sealed_functions if call.is_function else before.sealed
-        if not call.sealed and call.path in known:
+        # On other hops it may have been open before: a router that two stages share.
+        if not call.sealed and not known.get(call.path, frozenset()).isdisjoint(call.hops):
             return call
     return None

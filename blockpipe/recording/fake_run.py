@@ -81,8 +81,9 @@ def record_on_fake_devices(
     }
     kwargs = dict(kwargs or {})
     request = RecordRequest(model, tuple(args), kwargs, planned_by(model, plan), devices)
+    held = HeldOutput(lambda _: True)
     try:
-        with closed_to_others(model), request.signals, HeldOutput(lambda _: True):
+        with closed_to_others(model), request.signals, request.undone, held:
             return contextvars.copy_context().run(_hooked_fake, request, homes)
     except BlockpipeError:
         raise
@@ -292,11 +293,11 @@ def _with_fakes(
     request = replace(request, stand_ins=stand_ins, hooks=hooks_in(model), modes=modes.holders)
     with ExitStack() as stack:
         stack.callback(mode.empty_caches, state.caches)  # also if it is to be run for real now
-        # Restored last: while the forward ran, the state of the model may have come upon it too.
-        stack.enter_context(ModelState(values=False, others=users_listeners()))
-        stack.enter_context(modes)
-        stack.enter_context(state)
-        stack.enter_context(state)  # an interrupt can spoil one of them
+        # What is beside is restored last: while the forward ran, the state of the model may have
+        # come upon it too.
+        for each in (ModelState(values=False, others=users_listeners()), modes, state):
+            stack.enter_context(each)
+            request.undone.callback(each.restore_again)
         stack.enter_context(preserve_rng(every_source()))
         # There a model takes any sample: only its shapes count.
         in_one_place = on_meta or (homes is not None and request.devices is None)

@@ -132,7 +132,7 @@ def _record(
     *,
     fake: bool,
 ) -> Recording:
-    with request.signals:
+    with request.signals, request.undone:
         # What the forward sets in context variables stays in this copy.
         run = partial(_recorded, request, share, intended, fake=fake)
         return contextvars.copy_context().run(run)
@@ -240,9 +240,11 @@ def run_for_real(request: RecordRequest, watch: Callable[[RecordRequest, list[Ho
     state = ModelState(model, values=True, others=[args, kwargs])  # iterators in them are lent
     modes = ModelState(values=False, others=modes_around())
     handlers = ModelState(values=False, others=users_listeners())
-    # Twice, for an interrupt can spoil one of them. What is beside comes last: while the forward
-    # ran, the state of the model may have come upon it too.
-    with handlers, modes, state, state, preserve_rng(every_source()), WritesUndone(model):
+    # What is beside comes last: while the forward ran, the state of the model may have come upon it
+    # too.
+    for each in (handlers, modes, state):
+        request.undone.callback(each.restore_again)
+    with handlers, modes, state, preserve_rng(every_source()), WritesUndone(model):
         # Copies: the forward may write to its inputs, and it will run again.
         where = _one_device_of(model) if request.devices is None else None
         copied = partial(_copy_of, where=where)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +47,8 @@ class RecordRequest:
         modes: the objects that the user's modes around the forward reach.
         loss_fn: what a step calls with the output; ``None``: nothing, or it is not known.
         signals: holds signals back; interrupts are let through between two operations.
+        undone: its end puts back what runs of the forward have changed, once more: when what a run
+            made goes, finalizers run (``__del__``), and some of it goes only with an error.
         on_index: is given each value that the forward uses as an index, with the line; ``None``:
             nobody asks.
     """
@@ -62,6 +65,7 @@ class RecordRequest:
     modes: Sequence[Holder] = ()
     loss_fn: Callable[..., Any] | None = None
     signals: HeldSignals = field(default_factory=HeldSignals)
+    undone: ExitStack = field(default_factory=ExitStack)
     on_index: Callable[[Any, str], None] | None = None
 
 

@@ -11,6 +11,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,8 @@ from .._torch.modules import COMPILED_CALL, SLOTS, caches_parametrizations, slot
 from ..restoring.process_state import process_state
 from .calls import hops_by_path
 from .entries import SharedChange, TensorInfo
+from .outside.outside_state import OWN_MODULE
+from .plain_values.places import in_words
 from .reads import NamesRead
 from .recording import Recording
 
@@ -79,14 +82,25 @@ _SWITCHES: dict[str, Callable[[], object]] = {  # the process's
     _FORWARD_MODE: is_in_forward_mode,
 }
 _HARMLESS_ON_ONE_HOP = (_OUT, _ERR, _CUDNN, _CUDNN_TRIES, _FORWARD_MODE)
-_OWN = "give each stage a module of its own (the parameters may be shared)"
-_LOCAL = f"keep it in a local variable, {_OWN}"
+_LOCAL = f"keep it in a local variable, {OWN_MODULE}"
 _DETACH = "detach tensors that must get no gradient instead"
 _LEAVE_OUT = "leave it out, because the results are the same without the cache"
 _ON_ONE_STAGE = "compute everything that has tangents on one stage"
 _REMEDIES = {_CACHED: _LEAVE_OUT, _FORWARD_MODE: _ON_ONE_STAGE}
 _LEAVE = "enter it by 'with'"  # where the next micro-batch would begin with it
 _AROUND = "change it around the whole step instead"
+
+
+@dataclass
+class _Lent:
+    """A tensor of a module, in whose place others are for a while. Both are alive, so that no
+    others have their ids."""
+
+    module: nn.Module
+    tensor: Tensor
+    on: set[int]  # the hops
+    where: str  # the first line
+    since: int = 0  # the hop on which it was replaced last
 
 
 class SharedChanges:
@@ -108,6 +122,7 @@ class SharedChanges:
         self._at_first: set[tuple[str, str]] = set()  # the ones changed in a module's first call
         self._toggled: dict[int, str] = {}  # id of a parameter: the line
         self._switched: dict[str, tuple[set[int], str]] = {}  # the hops, and the first line
+        self._lent: dict[tuple[int, int], _Lent] = {}  # by the ids of a module and a tensor
 
     def at_call(self, path: str, module: nn.Module) -> None:
         """Compare a module, when it is called, with its state before the forward."""
@@ -142,13 +157,37 @@ class SharedChanges:
             if args[0].requires_grad != asked:
                 self._toggled.setdefault(id(args[0]), users_line())
 
+    def swaps(
+        self, module: nn.Module, then: Mapping[str, Tensor], now: Mapping[str, Tensor], hop: int
+    ) -> None:
+        """Note that a module is given other tensors for a while, or its own ones back.
+
+        Args:
+            module: the module.
+            then: its tensors before.
+            now: the tensors that it has instead, by the same names.
+            hop: the hop.
+        """
+        for name, tensor in then.items():
+            back = self._lent.get((id(module), id(now[name])))
+            if back is not None:
+                back.on.update(range(back.since, hop + 1))
+            elif now[name] is not tensor:
+                lent = _Lent(module, tensor, {hop}, users_line())
+                lent = self._lent.setdefault((id(module), id(tensor)), lent)
+                lent.since = hop
+
     @property
     def switches(self) -> bool:
         """Whether operations ran under other switches than those around the forward."""
         return self.changes_process or bool(self._switched)
 
     def found(
-        self, result: Recording, held: Mapping[int, TensorInfo], reads: NamesRead
+        self,
+        result: Recording,
+        held: Mapping[int, TensorInfo],
+        reads: NamesRead,
+        read_on: Callable[[Tensor], set[int]],
     ) -> Iterator[SharedChange]:
         """Yield the changes that several hops see; called when the forward is over.
 
@@ -156,6 +195,7 @@ class SharedChanges:
             result: the recording, with its hops and calls.
             held: the parameters and buffers by id, with the hops that read them.
             reads: the names that the user's code reads.
+            read_on: returns the hops that read a tensor.
         """
         for path, module in self._model.named_modules():
             # Changes that were not undone. Parameters and buffers that stay replaced are state.
@@ -175,7 +215,7 @@ class SharedChanges:
             if tensor is None and reads.is_unread(name, type(modules[path])):
                 continue
             if len(seen) > 1 and path in hops:
-                remedy = _LOCAL if tensor is None else _OWN
+                remedy = _LOCAL if tensor is None else OWN_MODULE
                 what = f"{path}.{name}"
                 settles = tensor is None and (path, name) in self._at_first
                 yield SharedChange(what, f"calls {path!r}", seen, where[path], remedy, settles)
@@ -185,6 +225,7 @@ class SharedChanges:
                 yield SharedChange(
                     f"{name}.requires_grad", f"reads {name!r}", held[key].hops, line, _DETACH
                 )
+        yield from self._shared_when_lent(result, read_on)
         if len(result.hops) > 1:
             if autocast_states() != self._autocast:
                 on_all = [*range(len(result.hops))]
@@ -195,6 +236,20 @@ class SharedChanges:
                 if name not in _HARMLESS_ON_ONE_HOP or len(on) > 1:
                     remedy = _REMEDIES.get(name, _AROUND)
                     yield SharedChange(name, "runs under it", sorted(on), line, remedy)
+
+    def _shared_when_lent(
+        self, result: Recording, read_on: Callable[[Tensor], set[int]]
+    ) -> Iterator[SharedChange]:
+        """Yield the modules that have other tensors for a while, and that another stage uses."""
+        paths = {id(module): path for path, module in self._model.named_modules()}
+        found = set[int]()
+        for (module, _), lent in self._lent.items():
+            hops = lent.on | read_on(lent.tensor)
+            stages = {result.hops[min(hop, len(result.hops) - 1)].stage for hop in hops}
+            if len(stages) > 1 and module not in found:
+                found.add(module)
+                what = f"the parameters of {in_words(lent.module, None, paths)} for a while"
+                yield SharedChange(what, "uses them", sorted(hops), lent.where, OWN_MODULE)
 
     def _rebound(self) -> Iterator[str]:
         """Yield the names of parameters and buffers that the forward has replaced."""

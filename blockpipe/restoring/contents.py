@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.quasirandom import SobolEngine
 
 from .._torch.graph import gradient_hooks, stepping_hooks
 from .._torch.modes import without_torch_functions
+from .._torch.tensors import put_back, version_of
 from .holders import ContentHolder
 
 _MOST_MAPPED = 1 << 20  # bytes of a mapped file that are kept; a larger one is probably data
@@ -170,6 +172,8 @@ def kept_otherwise(value: Any) -> Callable[[], object] | None:
         return functools.partial(value.set_state, value.get_state())
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return functools.partial(value.setstate, value.getstate())
+    if isinstance(value, SobolEngine):
+        return _kept_sequence(value)
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return None
@@ -191,6 +195,20 @@ def kept_otherwise(value: Any) -> Callable[[], object] | None:
     if isinstance(value, numpy.random.SeedSequence):
         return functools.partial(value.__setstate__, value.__reduce__()[2])  # how many it spawned
     return None
+
+
+def _kept_sequence(engine: SobolEngine) -> Callable[[], None]:
+    """Return a function that restores where a quasirandom sequence is."""
+    before = dict(vars(engine))
+    tensors = [one for one in before.values() if isinstance(one, Tensor)]
+    values = [(one, one.detach().clone(), version_of(one)) for one in tensors]
+
+    def restore() -> None:
+        for value in values:
+            put_back(*value)
+        vars(engine).update(before)
+
+    return restore
 
 
 def kept_hooks(tensor: Tensor) -> Callable[[], None] | None:
@@ -234,7 +252,10 @@ def _registered_with(kind: Any) -> list[type]:
 
 
 def is_generator(value: Any) -> bool:
-    """Return whether a value is a random generator of the user's own, of Python or numpy."""
+    """Return whether a value is a random generator of the user's own, of Python or numpy, or one of
+    torch's quasirandom sequences."""
+    if isinstance(value, SobolEngine):
+        return True
     if isinstance(value, random.Random):
         is_global = value is getattr(random.random, "__self__", None)
         return not is_global and not isinstance(value, random.SystemRandom)

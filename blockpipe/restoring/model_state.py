@@ -104,6 +104,7 @@ class ModelState:
         level += others
         while level:  # breadth first, so that the nearest objects come first
             level = [found for value in level for found in self._look_at(value)]
+        self._count = len(self.holders)
 
     def objects(self) -> list[Any]:
         """Return all objects that were found, the nearest first."""
@@ -117,6 +118,14 @@ class ModelState:
         for restore in self._restores:
             restore()
         self._lends = False
+
+    def restore_again(self) -> None:
+        """Put everything back once more, when nothing is left of what ran. Finalizers (``__del__``)
+        of what it had made have run since, also of what only the holders kept that were added."""
+        self.restore()
+        if len(self.holders) > self._count:
+            del self.holders[self._count :]
+            self.restore()
 
     def __enter__(self) -> None:
         if not self._has_iterators or self._lends:

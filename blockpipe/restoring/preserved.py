@@ -83,8 +83,10 @@ class PreservedModel:
 @contextmanager
 def restored_state(modules: Sequence[nn.Module], given: Iterable[Any] = ()) -> Iterator[None]:
     """Restore what :class:`ModelState` keeps, as it is when this is entered: handlers of signals
-    may have set something before."""
-    with ModelState(*modules, values=True, others=given):
+    may have set something before. Twice: what was made goes in the first, and finalizers run
+    (``__del__``)."""
+    state = ModelState(*modules, values=True, others=given)
+    with state, state:
         yield
 
 

@@ -282,3 +282,22 @@ def test_own_hooks():
     assert modules.has_hooks(model)
     handle.remove()
     assert not modules.has_hooks(model)
+
+
+def test_what_functional_call_swaps_is_seen(monkeypatch: pytest.MonkeyPatch):
+    owner, name = modules.SWAPS
+    swap, seen = getattr(owner, name), []
+
+    def swapped(accessor: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
+        result = swap(accessor, given, *args, **kwargs)
+        seen.append((accessor.module, given, result[0]))
+        return result
+
+    monkeypatch.setattr(owner, name, swapped)
+    model = net()
+    own, other = model[0].weight, torch.ones(2, 2)
+    torch.func.functional_call(model, {"0.weight": other}, (torch.ones(2, 2),))
+    (module, given, before), (_, back, after) = seen
+    assert module is model
+    assert given["0.weight"] is other is after["0.weight"]
+    assert before["0.weight"] is own is back["0.weight"]

@@ -197,3 +197,41 @@ def test_a_copy_of_an_array_that_the_forward_writes_is_fine() -> None:
     pipe.forward_backward(X, target=X, loss_fn=mse_loss)
     plain_step(plain, (X,), {}, X, mse_loss, 4)
     assert_same_gradients(net, plain)
+
+
+class Sequence(nn.Module):
+    """Two layers, and points of a quasirandom sequence on the stages that a test asks for."""
+
+    def __init__(self, draws_on: tuple[int, ...]) -> None:
+        super().__init__()
+        self.a, self.b, self.draws_on = nn.Linear(4, 4), nn.Linear(4, 4), draws_on
+        self.engine = torch.quasirandom.SobolEngine(4, scramble=True, seed=0)
+
+    def drawn(self, h: Tensor) -> Tensor:
+        return h * self.engine.draw(2)[1].to(h.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+            h = self.drawn(h) if 0 in self.draws_on else h
+        with bp.Block(stage=1):
+            h = self.b(h)
+            return self.drawn(h) if 1 in self.draws_on else h
+
+
+def test_a_recording_leaves_a_quasirandom_sequence_where_it_was():
+    net = Sequence((1,))
+    plain, x, y = copy.deepcopy(net), torch.randn(8, 4), torch.randn(8, 4)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    for _ in range(2):
+        pipe.forward_backward(x, target=y, loss_fn=mse_loss)
+        plain_step(plain, (x,), {}, y, mse_loss, 4)
+        assert net.engine.num_generated == plain.engine.num_generated
+        assert torch.equal(net.engine.quasi, plain.engine.quasi)
+    assert_same_gradients(net, plain)
+
+
+def test_a_quasirandom_sequence_that_two_stages_draw_from_is_refused():
+    pipe = bp.Pipeline(Sequence((0, 1)), devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match="SobolEngine on hops.*generator of its own"):
+        pipe.forward_backward(torch.randn(8, 4), target=torch.randn(8, 4), loss_fn=mse_loss)

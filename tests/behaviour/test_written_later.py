@@ -283,3 +283,42 @@ def test_blocks_that_chance_drops_may_write_buffers_when_they_run(seed: int, che
     assert_same_gradients(*nets)
     for one, other in zip(*(net.buffers() for net in nets), strict=True):
         assert_close(one, other)
+
+
+class _Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.l, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.l(x).tanh())
+
+
+class _SharesItsRouter(nn.Module):
+    """Experts that data choose on stage 0, by a router that stage 1 calls too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(_Expert() for _ in range(3))
+        self.router, self.head = nn.Linear(8, 3), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.experts[int(self.router(x.detach()).sum(0).argmax())](x)
+        with bp.Block(stage=1):
+            return self.head(h) * self.router(h).mean()
+
+
+def test_experts_with_buffers_may_have_a_router_that_two_stages_call():
+    """The router runs sealed on its own stage alone, before as after another expert has run."""
+    torch.manual_seed(0)
+    net = _SharesItsRouter()
+    plain, pipe = copy.deepcopy(net), _pipe(net)
+    for _ in range(3):
+        x, y = torch.randn(16, 8), torch.randn(16, 8)
+        pipe.forward_backward(x, target=y, loss_fn=nn.functional.mse_loss)
+        plain_step(plain, (x,), {}, y, nn.functional.mse_loss, 4)
+        assert_same_gradients(net, plain)
+    for ours, theirs in zip(net.buffers(), plain.buffers(), strict=True):
+        assert_close(ours, theirs)
+    assert sum(int(expert.norm.num_batches_tracked > 0) for expert in net.experts) > 1

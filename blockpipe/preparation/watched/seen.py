@@ -12,6 +12,7 @@ import functools
 import logging
 import sys
 import types
+import weakref
 from collections.abc import Hashable, Iterator
 from typing import Any
 
@@ -62,9 +63,51 @@ class Itself:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Itself):
             return False
-        return other.value is self.value or content(other.value) == content(self.value)
+        return self.is_of(other) or self.content() == other.content()
 
     __hash__ = None  # type: ignore[assignment]
+
+    def is_of(self, other: "Itself") -> bool:
+        """Whether it is one object."""
+        return other.value is self.value
+
+    def content(self) -> Hashable:
+        """Return its content."""
+        return content(self.value)
+
+
+class _ItselfWhileAlive(Itself):
+    """The same of an object whose end runs code: it is not kept alive."""
+
+    __slots__ = ("_content", "_object")
+
+    def __init__(self, value: Any) -> None:
+        self._object = weakref.ref(value)
+        # Code under way is the same only as itself.
+        self._content = object() if _is_of_code(type(value)) else content(value)
+
+    @property
+    def value(self) -> Any:
+        return self._object()
+
+    def is_of(self, other: Itself) -> bool:
+        return self.value is not None and self.value is other.value
+
+    def content(self) -> Hashable:
+        return self._content
+
+
+def _itself(value: Any) -> Itself:
+    kind = type(value)
+    is_of_code = _is_of_code(kind)
+    ends = is_of_code or hasattr(kind, "__del__") or weakref.getweakrefcount(value) > 0
+    can = is_of_code or (is_users(kind.__module__) and kind.__weakrefoffset__ != 0)
+    return _ItselfWhileAlive(value) if ends and can else Itself(value)
+
+
+def _is_of_code(kind: type) -> bool:
+    """Whether such an object is code under way: a generator, or a context manager that has one."""
+    return kind is types.GeneratorType or kind.__module__ == "contextlib"
 
 
 def seen(value: Any, depth: int = 0) -> Any:
@@ -92,7 +135,9 @@ def seen(value: Any, depth: int = 0) -> Any:
         return Code((Itself(value), seen(value.get(UNSET), depth)))
     if isinstance(value, logging.Logger):
         return Code((Itself(value), value.level, value.disabled))
-    return Code((kind, Itself(value))) if is_users(kind.__module__) else Itself(value)
+    if _is_of_code(kind) or is_users(kind.__module__):
+        return Code((kind, _itself(value)))
+    return Itself(value)
 
 
 def _function(function: types.FunctionType, depth: int) -> Code:
@@ -151,7 +196,7 @@ def is_same(one: Any, other: Any) -> bool:
 def is_object_of_before(one: Any, other: Any) -> bool:
     """Whether what two values are seen of is one object."""
     if isinstance(one, Itself) and isinstance(other, Itself):
-        return one.value is other.value
+        return one.is_of(other)
     if isinstance(one, Described) and isinstance(other, Described):
         return one.one == other.one
     return is_same(one, other)
@@ -166,7 +211,7 @@ def label(value: Any) -> Hashable:
     if kind is slice:
         return kind, label(value.start), label(value.stop), label(value.step)
     if kind is Code:
-        parts = (type(part) if isinstance(part, Itself) else part for part in value)
+        parts = (Itself if isinstance(part, Itself) else part for part in value)
         return kind, tuple(label(part) if type(part) is Code else part for part in parts)
     if isinstance(value, Itself):
         return (kind,)

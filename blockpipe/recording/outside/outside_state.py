@@ -9,7 +9,7 @@ import io
 import os
 import types
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from ..._common.callsite import users_line
 from ..._common.text import key_text
+from ..._torch.modules import slots_of
+from ...crossing.tags import TAG
 from ...restoring.holders import (
     CacheHolder,
     ClassHolder,
@@ -63,6 +65,7 @@ _REMEDY = (
     "next micro-batch, in a dictionary with current_microbatch() as its key (each micro-batch then "
     "has an entry of its own)"
 )
+OWN_MODULE = "give each stage a module of its own (the parameters may be shared)"
 _NAMED = (ClassHolder, FunctionHolder, NamesHolder, HooksOfAll)  # any code may read what they hold
 
 
@@ -113,6 +116,13 @@ class OutsideState:
             *map(ModuleHolder, near.values()),
             *(DictHolder(vars(tensor), tensor) for _, tensor in self._tensors.values()),
         ]
+        others = {id(h.owner): h.owner for h in holders if isinstance(h.owner, nn.Module)}
+        self._slots = {
+            id(slots): module
+            for key, module in others.items()
+            if key not in self._paths
+            for slots in slots_of(module)
+        }
         apart = torchs | self._paths.keys() | self._tensors.keys()
         for holder in holders:
             if len(self._holders) >= MOST_OBJECTS:
@@ -168,11 +178,16 @@ class OutsideState:
         change.replaced_on |= set() if then is _UNSET else {max(hop, 0)}
         if is_growth(then, now):
             change.grown_on.add(max(hop, 0))
-        elif not isinstance(now, Tensor):
+        elif not isinstance(now, Tensor) or self._replaces(owner, now):
             change.hops.add(max(hop, 0))
         change.last = now
         for member in now.members if isinstance(now, Content) else (now,):
             self._watch(member)
+
+    def _replaces(self, owner: Any, now: Tensor) -> bool:
+        """Whether it is the parameter of a module that is none of the model's, which does not say
+        of which micro-batch it is."""
+        return id(owner) in self._slots and getattr(now, TAG, None) is None
 
     def _watch(self, value: Any) -> None:
         """Watch an object that the forward has made and stored, because it may go on changing
@@ -196,6 +211,8 @@ class OutsideState:
             return f"{key!r}, which {owner.__qualname__} reads"
         if owner is os.environ:
             return f"environment variable {os.fsdecode(key)!r}"
+        if id(owner) in self._slots:
+            return in_words(self._slots[id(owner)], key, self._paths)
         if isinstance(owner, dict):
             return f"entry {key_text(key)} of a dict"
         return in_words(owner, None if isinstance(holder, SetHolder) else key, self._paths)
@@ -238,12 +255,15 @@ class OutsideState:
             if isinstance(change.owner, dict):
                 yield change.owner, BY_ARGUMENT, change.replaced_on, change.where
 
-    def found(self, result: Recording, reads: NamesRead) -> Iterator[SharedChange]:
+    def found(
+        self, result: Recording, reads: NamesRead, read_on: Callable[[Tensor], set[int]]
+    ) -> Iterator[SharedChange]:
         """Yield the changes that micro-batches under way at once would make for each other.
 
         Args:
             result: the recording, with its hops and calls.
             reads: the names that the user's code reads.
+            read_on: returns the hops that read a tensor.
         """
         if len(result.hops) < 2:
             return
@@ -252,13 +272,18 @@ class OutsideState:
             may_be_read = change.is_shared
             if change.path is not None:  # calls of its module read it, or code that holds that
                 may_be_read = not on.get(change.path, {-1}) <= change.hops
+            if id(change.owner) in self._slots:
+                used_on = set[int]().union(*map(read_on, _tensors_in(change.first)))
+                may_be_read = not used_on <= change.hops
             is_put_back = bool(change.hops) and is_same(change.last, change.first)
             # An object that one hop empties or resets, and another adds to, does not only collect.
             hops = sorted(change.hops | change.grown_on if change.hops else ())
             if not (len(hops) > 1 or (is_put_back and may_be_read)):
                 continue
             if not self._is_unread(change, reads):
-                yield SharedChange(change.name, "sets it", hops, change.where, _remedy(change))
+                is_of_module = id(change.owner) in self._slots
+                remedy = OWN_MODULE if is_of_module else _remedy(change)
+                yield SharedChange(change.name, "sets it", hops, change.where, remedy)
 
     def _is_unread(self, change: _Change, reads: NamesRead) -> bool:
         if change.attribute is not None:
@@ -274,6 +299,13 @@ class OutsideState:
         return bool(names) and all(
             _is_plain_name(n) and reads.is_only_filled(str(n)) for n in names
         )
+
+
+def _tensors_in(slot: Any) -> list[Tensor]:
+    """Return the tensors of what a module had as a parameter, a buffer or a submodule."""
+    if isinstance(slot, nn.Module):
+        return [*slot.parameters(), *slot.buffers()]
+    return [slot] if isinstance(slot, Tensor) else []
 
 
 def _remedy(change: _Change) -> str:

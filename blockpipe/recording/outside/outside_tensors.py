@@ -86,6 +86,10 @@ class OutsideTensors:
             self.wrote(tensor)
         return bool(found)
 
+    def hops_of(self, tensor: Tensor) -> list[int]:
+        """Return the hops that read a tensor, if it is such a one."""
+        return self._known[id(tensor)].hops if self.knows(tensor) else []
+
     def found(self) -> list[OutsideTensor]:
         """Return all of them in the order in which they were first read."""
         return list(self._known.values())

@@ -18,7 +18,7 @@ from ..._common.nested import tensors
 from ..._common.threads.model_turns import alone_with
 from ..._torch.graph import CheckpointHook, push_saved_tensor_hooks
 from ..._torch.modes import function_mode_at, how_many_function_modes, pop_function_mode
-from ..._torch.modules import is_moving
+from ..._torch.modules import SWAPS, is_moving
 from ...crossing.interception import (
     CrossingMode,
     active_mode,
@@ -163,6 +163,27 @@ class PackingSeen(Replacement):
                 push_saved_tensor_hooks(*reads.watched(hooks.pack_hook, hooks.unpack_hook))
 
         return entered
+
+
+class SwapsSeen(Replacement):
+    """A replacement by which a recording sees which modules ``torch.func.functional_call`` gives
+    other tensors for a while: those tensors may be read without a call, and nobody need have
+    registered the module."""
+
+    owner, name = SWAPS
+
+    def replacement(self) -> Any:
+        swap = self._original
+
+        def swapped(accessor: Any, given: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+            result = swap(accessor, given, *args, **kwargs)
+            mode = active_mode()
+            if isinstance(mode, RecordingMode):
+                changes, hop = mode.recorder.changes, mode.recorder.hop_here()
+                changes.swaps(accessor.module, result[0], given, hop)
+            return result
+
+        return swapped
 
 
 class RecordedForward(StandIn):

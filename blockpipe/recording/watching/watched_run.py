@@ -43,11 +43,11 @@ from ..sealing import calls_that_leave_tensors, conclude
 from ..shared_changes import SharedChanges
 from .backward_code import CalledInBackward, NodeHooksSeen, check_several, tensors_bound_to
 from .costs import note_split_backwards, roots_of
-from .held import held_tensors
+from .held import held_tensors, hops_reading
 from .late.lasting_memory import LastingMemory
 from .late.late_backwards import LateBackwards
 from .late.late_reads import LateReads
-from .mode import PackingSeen, RecordedForward, RecordingMode
+from .mode import PackingSeen, RecordedForward, RecordingMode, SwapsSeen
 from .read_beside import ReadBeside
 from .recorder import Recorder
 from .saved_tensors import Activations
@@ -107,13 +107,13 @@ def run_watched(
         holders: the holders of the user's objects around the model.
     """
     model, planned = request.model, request.planned
-    holders += made_since(holders) if is_second else []
+    put_back, holders = holders, [*holders, *(made_since(holders) if is_second else ())]
     result = Recording(type(model).__name__, fake, planned=planned is not None)
     result.planned_at = None if planned is None else planned.where
     recorder = _watching(request, result, holders)
     beside = [*(hook.function for hook in request.hooks), *filter(None, [request.loss_fn])]
     traces = is_second or may_set_by(beside) or request.on_index is not None
-    values = _watching_values(request, recorder, holders, fake=fake, traces=traces)
+    values = _watching_values(request, recorder, holders, put_back, fake=fake, traces=traces)
     versions = {id(t): (t, version_of(t)) for t in (*model.parameters(), *model.buffers())}
     _watch_calls(model, recorder, {} if planned is None else planned.stages)
     before = set_cursor(recorder.run.cursor)
@@ -148,12 +148,18 @@ def run_watched(
 
 
 def _watching_values(
-    request: RecordRequest, recorder: Recorder, holders: list[Holder], *, fake: bool, traces: bool
+    request: RecordRequest,
+    recorder: Recorder,
+    holders: list[Holder],
+    put_back: list[Holder],
+    *,
+    fake: bool,
+    traces: bool,
 ) -> SharedValues:
     """Make what watches the values of the user's that a forward reads and sets."""
     around, modules = [*holders, *request.modes], dict(request.model.named_modules())
     here = recorder.hop_here, lambda: recorder.calls.innermost
-    values = SharedValues(around, holders, modules, *here, fake=fake, traces=traces)
+    values = SharedValues(around, put_back, modules, *here, fake=fake, traces=traces)
     values.known.ignore(h.owner for h in request.modes if container_of(h.owner) is not None)
     of_batch = made_in([*request.args, *request.kwargs.values()])
     values.sizes.given(type(request.model).forward, (holder.owner for holder in of_batch))
@@ -210,6 +216,7 @@ def _run(model: nn.Module, inputs: Any, recorder: Recorder, values: SharedValues
             GeneratorStates(),
             NodeHooksSeen(),
             PackingSeen(),
+            SwapsSeen(),
             Eager(),
             _watched(recorder),
         ):
@@ -339,13 +346,14 @@ def _note_state(
     """Write down the state that the forward has changed, and the values that it does not read."""
     result, known = recorder.result, values.known
     recorder.outside.look(recorder.hop)
+    read_on = partial(hops_reading, recorder.held, recorder.outside_tensors)
     reads = NamesRead((holder.owner for holder in holders), model.modules())
     for change in recorder.outside.changed():
         values.known.changed(*change)
         result.changes_unseen |= not values.traces
     result.shared_changes = [
-        *recorder.changes.found(result, recorder.held, reads),
-        *recorder.outside.found(result, reads),
+        *recorder.changes.found(result, recorder.held, reads, read_on),
+        *recorder.outside.found(result, reads, read_on),
         *recorder.outside_tensors.shared(),
         *known.found(reads, result, recorder.held),
     ]
