@@ -64,8 +64,10 @@ class Standstill:
 
 def _is_debugged() -> bool:
     """Return whether a thread is in a debugger, which waits for the user's input."""
-    frames: list[FrameType | None] = list(sys._current_frames().values())
-    for frame in frames:
+    frames: dict[int, FrameType] = sys._current_frames()
+    frames[threading.get_ident()] = sys._getframe(1)  # our own would hold itself
+    frame: FrameType | None
+    for frame in frames.values():
         while frame is not None:
             if frame.f_globals.get("__name__") in _DEBUGGERS:
                 return True

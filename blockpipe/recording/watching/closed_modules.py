@@ -125,10 +125,10 @@ def _wait_for_calls(model: nn.Module) -> None:
 def _places_of_calls(modules: set[int]) -> dict[int, object]:
     """Return the other threads that are in a call of these modules, and do not wait for their turn,
     with the place at which each is."""
-    own = threading.get_ident()
-    found: dict[int, object] = {}
-    for thread, innermost in sys._current_frames().items():
-        if thread != own and _is_in_call(innermost, modules):
+    frames, found = sys._current_frames(), dict[int, object]()
+    del frames[threading.get_ident()]  # it would hold itself, and all that called it
+    for thread, innermost in frames.items():
+        if _is_in_call(innermost, modules):
             found[thread] = id(innermost), innermost.f_lasti
     return found
 
