@@ -57,8 +57,8 @@ _FOREIGN = (
     *(f"{name}." for name in ("torch", "threading", "logging", "multiprocessing", "concurrent")),
     *(f"{name}." for name in ("asyncio", "_io", "numpy", __name__.partition(".")[0])),
 )
-# But of these, data sets and distributions, which may hold the user's own.
-_OPEN = ("torch.utils.data.", "torch.distributions.")
+# But of these, data sets, distributions and optimizers, which may hold the user's own.
+_OPEN = ("torch.utils.data.", "torch.distributions.", "torch.optim.")
 # These have no attributes that user code sets; an object of a subclass may.
 _PLAIN = (
     *(dict, OrderedDict, list, deque, set, frozenset, tuple, bytearray, array),
