@@ -12,7 +12,6 @@ what is saved), all function modes are left first.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,13 +34,9 @@ from ..errors import CrossingError
 from .microbatch_run import MicrobatchRun, Reader
 from .step_context import Seal
 from .tensors.place import Reads
+from .tensors.questions import ABOUT_VALUES, METADATA, WHERE
+from .tensors.tensor_import import check_asked
 
-# Questions that need no copy, and hooks, which belong on the tensor itself.
-_PROPERTIES = """shape dtype ndim layout requires_grad is_leaf grad_fn names is_meta is_sparse
-    is_quantized is_mkldnn is_nested itemsize nbytes output_nr _version retains_grad"""
-_METHODS = """size dim stride numel nelement ndimension element_size storage_offset is_contiguous
-    is_floating_point is_complex is_signed is_conj is_neg __len__ __hash__ is_shared is_pinned
-    is_inference is_same_size has_names"""
 _register_hook = Tensor.register_hook
 _NOTHING = nullcontext()
 _BARE = Seal()
@@ -56,6 +51,7 @@ def watched_register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None
     return _register_hook(tensor, hook)  # type: ignore[no-untyped-call]
 
 
+# They belong on the tensor itself.
 _HOOKS = frozenset(
     [
         _register_hook,
@@ -63,11 +59,6 @@ _HOOKS = frozenset(
         Tensor.retain_grad,
         Tensor.register_post_accumulate_grad_hook,
     ]
-)
-_METADATA: frozenset[Any] = _HOOKS.union(
-    [getattr(Tensor, name).__get__ for name in _PROPERTIES.split() if hasattr(Tensor, name)],
-    [getattr(Tensor, name) for name in _METHODS.split() if hasattr(Tensor, name)],
-    [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor],
 )
 # The ``.grad`` of a tensor, by both of its names; a copy of the tensor has none.
 _GRADS: Any = (Tensor.grad, Tensor._grad)
@@ -85,28 +76,12 @@ _ON_ITSELF: frozenset[Any] = frozenset(
         *(getattr(_grad, how) for _grad in _GRADS for how in ("__set__", "__delete__")),
     ]
 )
-
-
-def _is_a(kind: str, device: torch.device) -> bool:
-    return device.type == kind
-
-
-# Where a tensor is, asked in one way or another: each answer follows from the device.
-_WHERE: dict[Any, Callable[[torch.device], Any]] = {
-    Tensor.device.__get__: lambda device: device,
-    Tensor.get_device: lambda device: -1 if device.index is None else device.index,
-    torch.get_device: lambda device: -1 if device.index is None else device.index,
-    **{
-        getattr(Tensor, f"is_{kind}").__get__: partial(_is_a, kind)
-        for kind in ("cpu", "cuda", "xpu", "mps")
-    },
-}
 # Writes that autograd does not count. What others have saved of the tensor, and copies on other
 # stages, are of the values before.
 _UNCOUNTED = frozenset([Tensor.apply_, Tensor.map_, Tensor.map2_])
 # What autograd counts, in the place of what it does not: other stages have copies.
 _COUNTED = {Tensor.data.__get__: Tensor.detach}  # type: ignore[attr-defined]
-_QUESTIONS = _METADATA.union(_WHERE)
+_QUESTIONS = METADATA.union(_HOOKS, WHERE)
 _ANSWERED = _QUESTIONS | _READS_GRADIENT
 _LOOKS_AT_GRAPH = _HOOKS | {getattr(Tensor, name).__get__ for name in ("grad_fn",)}
 
@@ -299,9 +274,11 @@ class CrossingMode(ForwardMode):
             return self._gradient(func, args[0], modes)
         if func in _HOOKS or run.writes.reached_back:
             args = (run.newest(args[0]), *args[1:])
+        if func in ABOUT_VALUES and args:
+            check_asked(args[0], run.place)
         if func in _LOOKS_AT_GRAPH:
             run.gradients.hooked.add(run.hop_of(args[0]))
-        where = _WHERE.get(func)
+        where = WHERE.get(func)
         if where is None:
             return call_under(modes, func, args, kwargs) if modes else func(*args, **kwargs)
         return where(run.device_of(args[0] if args else kwargs["input"]))

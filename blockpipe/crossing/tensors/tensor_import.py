@@ -197,25 +197,11 @@ class TensorImport:
     # --- tensors of another micro-batch, or step
 
     def _of_another(self, tensor: Tensor, tag: Tag, reads: Reads) -> Tensor:
-        place = self._place
-        if tag.stage == place.stage and not tensor.requires_grad:
+        if tag.stage == self._place.stage and not tensor.requires_grad:
             return tensor  # running state: a lane takes the micro-batches in order
         if self._may_share(tensor, tag):
             return self._shared(tensor, tag, reads)
-        step = (
-            "this step"
-            if tag.key.step == place.key.step
-            else "the recording (it is still there: clear it)"
-            if tag.key.step == RECORDING
-            else "an earlier step"
-        )
-        why = "has a gradient path" if tensor.requires_grad else f"was made on stage {tag.stage}"
-        raise StateError(
-            f"micro-batch {place.microbatch} on stage {place.stage} reads a tensor of shape "
-            f"{shape_of(tensor)} that belongs to micro-batch {tag.key.microbatch} of {step} and "
-            f"{why} ({users_line()}): state on self or in a global is shared by all micro-batches; "
-            "pass the tensor along, detach it, or keep one for each current_microbatch()"
-        )
+        raise _of_another(tensor, tag, self._place)
 
     def _may_share(self, tensor: Tensor, tag: Tag) -> bool:
         """Return whether another micro-batch's tensor is a constant, made once for all of them."""
@@ -325,3 +311,30 @@ def from_outside(tensor: Tensor, reads: Reads) -> Tensor:
     """Return a tensor that is nobody's as it is; only a write makes it this micro-batch's."""
     reads.outside = (*reads.outside, (tensor, version_of(tensor)))
     return tensor
+
+
+def check_asked(tensor: Tensor, place: Place) -> None:
+    """Raise :class:`StateError` for a question about a tensor of another micro-batch of this step,
+    which another stage has left where this micro-batch's own was."""
+    tag: Tag | None = getattr(tensor, TAG, None)
+    if tag is None or tag.key is place.key or tag.key.step != place.key.step:
+        return
+    if tag.stage != place.stage and not tag.is_constant(tensor):
+        raise _of_another(tensor, tag, place)
+
+
+def _of_another(tensor: Tensor, tag: Tag, place: Place) -> StateError:
+    step = (
+        "this step"
+        if tag.key.step == place.key.step
+        else "the recording (it is still there: clear it)"
+        if tag.key.step == RECORDING
+        else "an earlier step"
+    )
+    why = "has a gradient path" if tensor.requires_grad else f"was made on stage {tag.stage}"
+    return StateError(
+        f"micro-batch {place.microbatch} on stage {place.stage} reads a tensor of shape "
+        f"{shape_of(tensor)} that belongs to micro-batch {tag.key.microbatch} of {step} and "
+        f"{why} ({users_line()}): state on self or in a global is shared by all micro-batches; "
+        "pass the tensor along, detach it, or keep one for each current_microbatch()"
+    )
