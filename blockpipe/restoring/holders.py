@@ -99,6 +99,10 @@ class DictHolder(Holder):
         """Remove a key."""
         self._base.__delitem__(self._value, key)
 
+    def as_it_is(self) -> "DictHolder":
+        """Return another one, which restores what the dictionary has now."""
+        return DictHolder(self._value)
+
     def restore(self) -> None:
         now, before = self.now(), self.before
         if len(now) != len(before) or any(

@@ -1,5 +1,6 @@
 """Values that a step sets for some data, and that its recording has not."""
 
+import copy
 import warnings
 from typing import Any
 
@@ -15,6 +16,7 @@ from blockpipe.preparation import second_looks
 from blockpipe.preparation.watched.watched_values import Change
 from blockpipe.restoring.holders import DictHolder
 
+from ..models import square
 from ..parity import assert_same_gradients, plain_step
 from ..stage_devices import assert_close, stages
 
@@ -149,3 +151,37 @@ def test_a_look_that_an_interrupt_ends_is_made_again(monkeypatch: pytest.MonkeyP
             pipe.forward_backward(x, target=y, loss_fn=F.mse_loss)
     with pytest.raises(StateError, match=r"experts.2.load was set during the step"):
         pipe.forward_backward(x, target=y, loss_fn=F.mse_loss)
+
+
+class Recent(nn.Module):
+    """The second stage keeps its latest keys, which the data choose, and how often they came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.recent = nn.Linear(4, 4), nn.Linear(4, 4), {}
+        self.norms: dict[Any, float] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+        with bp.Block(stage=1):
+            k = int(h.detach().sum().abs() * 10) % 5
+            self.recent[k] = self.recent.pop(k, 0) + 1
+            if len(self.recent) > 3:
+                del self.recent[next(iter(self.recent))]
+            for parameter in self.b.parameters():
+                self.norms[parameter] = self.norms.get(parameter, 0.0) + 1.0
+            return self.b(h)
+
+
+def test_a_look_leaves_keys_in_their_order():
+    """Those that the step has added are out of the dictionary meanwhile; parameters may be keys."""
+    net = Recent()
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule="gpipe")
+    for _ in range(4):
+        x = torch.randn(8, 4)
+        pipe.forward_backward(x, loss_fn=square)
+        plain_step(plain, (x,), {}, None, square, 4)
+        assert [*net.recent.items()] == [*plain.recent.items()]
+        assert [p.shape for p in net.norms] == [p.shape for p in plain.norms]

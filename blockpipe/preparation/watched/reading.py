@@ -51,7 +51,8 @@ class MemberReads:
     def read_again(self, index: int, holder: Holder, members: dict[Hashable, Any]) -> None:
         """Read other names of an object."""
         looked_at = looked_at_in(members)
-        others = [key for key in members if key not in looked_at]
+        known = set(looked_at)  # a list would compare keys that are tensors by their values
+        others = [key for key in members if key not in known]
         self._objects[index], self._looked_at[index] = _readers(holder, others, looked_at)
 
     def now(self) -> Values:

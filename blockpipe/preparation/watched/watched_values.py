@@ -120,11 +120,16 @@ class Change:
         if now is UNSET or not is_plain(then) or not isinstance(holder, able):
             yield
             return
-        try:
-            if isinstance(holder, DictHolder) and then is UNSET:
+        if isinstance(holder, DictHolder) and then is UNSET:
+            after = holder.as_it_is()  # a key that is put in again would be the last one
+            try:
                 holder.remove(key)
-            else:
-                holder.put(key, then)
+                yield
+            finally:
+                after.restore()
+            return
+        try:
+            holder.put(key, then)
             yield
         finally:
             holder.put(key, now)
