@@ -370,6 +370,7 @@ class Replicas(CopiedInterface):
                 parameters = [*self._copied.parameters(number)]
                 for weight, own in parameters:
                     own.requires_grad_(weight.requires_grad)
+                    own.grad = None  # of a step that failed
                 for value, slot in (*parameters, *self._copied.buffers(number)):
                     slot.copy_(value, non_blocking=True)
                 self._copied.copy_plain_tensors(number)

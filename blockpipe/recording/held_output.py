@@ -2,9 +2,11 @@
 
 A step says it again, so a recording that succeeds says nothing; one that fails shows it, in order.
 The streams, the handlers and the warnings are the process's, so what other threads say goes where
-it went. So does what a library says: it may say that only once, and the step would not repeat it. A
-handler of a class of the user's gets its records, because the forward may read what it keeps; what
-it keeps is put back (:func:`users_listeners`), and what a filter of the user's counts.
+it went. So does what a library says: it may say that only once, and the step would not repeat it.
+If it says so in a function with a cache, as ``logger.warning_once`` does, the line is kept as well,
+and the cache forgets that call. A handler of a class of the user's gets its records, because the
+forward may read what it keeps; what it keeps is put back (:func:`users_listeners`), and what a
+filter of the user's counts.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from ..restoring.holders import CacheHolder
 from ..restoring.model_state import is_users
 
+_OWN = f"{__name__.partition('.')[0]}."
 _STREAMS = ("stdout", "stderr")
 _handle = logging.Handler.handle
 
@@ -35,6 +39,7 @@ class HeldOutput:
         self._is_last = is_last
         self._said: list[Callable[[], object]] = []
         self._warned: list[tuple[str, Any]] = []
+        self._caches: list[CacheHolder] = []
         self._thread = threading.get_ident()
         self._is_on = False
 
@@ -70,14 +75,21 @@ class HeldOutput:
         if error is not None and self._is_last(error):
             for say in self._said:
                 say()
-        elif self._warned:
+            return
+        for cache in reversed(self._caches):
+            cache.restore()
+        if self._warned:
             self._forget_warnings()
 
     def keeps(self, caller: FrameType | None) -> bool:
         """Return whether what a frame says now is kept."""
         if not self._is_on or threading.get_ident() != self._thread or caller is None:
             return False
-        return is_users(caller.f_globals.get("__name__"))
+        if is_users(caller.f_globals.get("__name__")):
+            return True
+        cached = [*_cached_around(caller)]
+        self._caches += [CacheHolder(one, restores=True) for one in cached]
+        return bool(cached)
 
     def keep(self, say: Callable[[], object]) -> None:
         """Keep something that was said."""
@@ -85,7 +97,8 @@ class HeldOutput:
 
     def _keep_record(self, handler: logging.Handler, record: logging.LogRecord) -> Any:
         caller = _caller("logging", "logging.handlers", __name__)
-        if is_users(type(handler).__module__) or not self.keeps(caller):
+        is_kept = self.keeps(caller)  # notes caches, whoever the handler is
+        if is_users(type(handler).__module__) or not is_kept:
             return _handle(handler, record)
         self.keep(lambda: _handle(handler, record))
         return True
@@ -149,6 +162,23 @@ def _caller(*modules: str) -> FrameType | None:
     while frame is not None and frame.f_globals.get("__name__") in modules:
         frame = frame.f_back
     return frame
+
+
+def _cached_around(frame: FrameType | None) -> Iterator[Any]:
+    """Yield the functions with a ``functools.lru_cache`` that a frame is called by, or runs itself,
+    as far as the recording."""
+    while frame is not None:
+        module, code = str(frame.f_globals.get("__name__")), frame.f_code
+        if module.startswith(_OWN):
+            return
+        kind = type(frame.f_locals.get(code.co_varnames[0])) if code.co_argcount else object
+        held = (vars(base).get(code.co_name) for base in kind.__mro__)
+        for found in (frame.f_globals.get(code.co_name), *held):
+            is_cached = isinstance(found, functools._lru_cache_wrapper)
+            wrapped = getattr(found, "__wrapped__", None) if is_cached else None
+            if wrapped is not None and getattr(wrapped, "__code__", None) is code:
+                yield found
+        frame = frame.f_back
 
 
 def users_listeners() -> Iterator[Any]:

@@ -13,7 +13,7 @@ import blockpipe as bp
 from blockpipe.errors import PlanError, RecordingError, UsageError
 from blockpipe.replicas import Replicas
 
-from ..parity import plain_step
+from ..parity import assert_same_gradients, plain_step
 from ..stage_devices import assert_close, equal, host, stages
 
 
@@ -364,7 +364,7 @@ def test_lazy_modules_are_refused_as_by_a_pipeline():
 
 
 def test_the_first_failure_reaches_the_caller():
-    """And the next step works."""
+    """And the next step works: nothing of the failed one is in the copies."""
 
     class Fails(nn.Module):
         fails = bytearray(1)  # whose content nobody compares
@@ -382,7 +382,23 @@ def test_the_first_failure_reaches_the_caller():
     with pytest.raises(ValueError, match="too cold"):
         two.forward_backward(x, loss_fn=torch.mean)
     Fails.fails[0] = 0
+
+    calls = []
+
+    def fails_last(out):
+        calls.append(out.shape)
+        if len(calls) == 4:
+            raise ValueError("too hot")
+        return torch.mean(out)
+
+    with pytest.raises(ValueError, match="too hot"):
+        two.forward_backward(x, loss_fn=fails_last)
+    net.zero_grad()
     two.forward_backward(x, loss_fn=torch.mean)
+    plain = copy.deepcopy(net).to(stages(1)[0])
+    plain.zero_grad()
+    plain_step(plain, (x,), {}, None, torch.mean, 4)
+    assert_same_gradients(net, plain)
 
 
 def test_what_cannot_be_copied_is_refused():

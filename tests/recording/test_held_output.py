@@ -159,6 +159,54 @@ def test_what_torch_warns_of_once_in_a_recording_is_not_lost() -> None:
         bp.record(Says(lambda: names["warn_once"]()), torch.zeros(2, 4))
 
 
+_ONCE = """
+import functools, warnings
+
+@functools.lru_cache(None)
+def log_once(logger, text):
+    tell(logger, text)
+
+def tell(logger, text):
+    logger.warning(text)
+
+@functools.cache
+def warn_once(text):
+    warnings.warn(text)
+"""
+
+
+def _of_library() -> dict[str, Any]:
+    names: dict[str, Any] = {"__name__": "torch.nested"}
+    exec(_ONCE, names)
+    return names
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_line_that_a_library_logs_only_once_comes_once(
+    is_new: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The function with the cache forgets the recording's call, and no call of before."""
+    monkeypatch.setattr(logging.Logger, "log_once", _of_library()["log_once"], raising=False)
+    log: Any = logging.getLogger("of a library")
+    log.addHandler(keeps := Keeps())
+    try:
+        if not is_new:
+            log.log_once("a deep stack")
+        _step(Says(lambda: log.log_once("a deep stack")))
+        assert keeps.lines == ["a deep stack"]
+    finally:
+        log.removeHandler(keeps)
+
+
+def test_a_warning_that_a_library_gives_only_once_comes_once() -> None:
+    """The recording keeps it, and the step gives it."""
+    warn_once = _of_library()["warn_once"]
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        _step(Says(lambda: warn_once("a shallow stack")))
+    assert [str(w.message) for w in found if "stack" in str(w.message)] == ["a shallow stack"]
+
+
 def test_streams_are_those_of_before() -> None:
     """A recording puts its own in their place meanwhile, and takes them away if it fails, too."""
 

@@ -17,11 +17,11 @@ from ..entries import CarriedValue, SharedChange, TensorInfo
 from ..reads import NamesRead, libraries_code_reads
 from ..recording import Recording
 from .evaluation.expressions import Frame
-from .evaluation.members import ALL, BY_ARGUMENT, NEEDS_GRADIENT, Names, member_of
+from .evaluation.members import ALL, BY_ARGUMENT, BY_NAME, NEEDS_GRADIENT, Names, member_of
 from .places import attribute_of, has_tensors, named, space_of
 from .syntax.accesses import Access
 from .syntax.effects import ASKS_CHANCE, ASKS_SHAPE, name_called
-from .values import SharedValue, back, frozen, hops_of, shared_change
+from .values import SharedValue, back, frozen, hops_of, read_inside, shared_change
 
 _REMEDY = "pass it along as an argument"
 _OF_LOSS = "return it with the output"
@@ -81,7 +81,9 @@ class KnownValues:
         if self.is_of_other_sizes:
             values = self._of_other_sizes
         if where not in values:
-            values[where] = SharedValue(owner, key)
+            values[where] = new = SharedValue(owner, key)
+            if (read := values.get((space_of(BY_NAME), key))) is not None:
+                values[where] = new.joined(read)
         return values[where]
 
     @contextmanager
@@ -108,13 +110,15 @@ class KnownValues:
         """Return the value at a place, if it is known."""
         return self._values.get((space_of(owner), key))
 
-    def set_by_name(self, name: str | None) -> list[SharedValue]:
-        """Return the values of a name, whatever objects hold them, that the forward sets."""
+    def owners_by_name(self, name: str | None) -> list[Any]:
+        """Return the objects that a read of a name may be about: all that are known to have it, and
+        ``BY_NAME`` for those that come to be known later."""
         if name is None:
             return []
         is_new = name in self.set_in_new and not self.is_of_other_sizes
         self._is_unsure = self._is_unsure or is_new
-        return [v for v in self._values.values() if v.set_on and v.key == name]
+        known = (v.owner for v in self._values.values() if v.key == name)
+        return [BY_NAME, *(owner for owner in known if owner is not BY_NAME)]
 
     def any_open(self, questions: Iterable[ast.AST], frame: Frame, *, calls: bool = True) -> bool:
         """Return whether any expression may have another value for another micro-batch.
@@ -182,6 +186,8 @@ class KnownValues:
         known = self._values.get((id(owner), ALL if key is None else key))
         if known is None and isinstance(owner, dict):  # an entry that only code in C has named
             known = self._values.get((id(owner), ALL))
+        if known is None and (space_of(BY_NAME), key) in self._values:
+            known = self.at(owner, key)
         if known is not None and not (known.is_traced and key is not None):
             known.set_on |= hops
             known.first_write = known.first_write or where
@@ -252,6 +258,7 @@ class KnownValues:
         """
         if len(result.hops) < 2:
             return
+        self._values.update([*read_inside(self._values)])
         self._called_on(result.calls)
         self._needed_on(held)
         self._run_on(result.hops)

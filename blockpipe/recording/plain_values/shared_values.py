@@ -34,7 +34,7 @@ from ..calls import Call
 from .checkpoints import CheckpointedFrames
 from .collecting_garbage import CollectingGarbage
 from .drawn_numbers import DrawnNumbers
-from .evaluation.expressions import Frame
+from .evaluation.expressions import Frame, caller_of
 from .evaluation.index_uses import IndexUses
 from .evaluation.members import ALL, UNKNOWN, WHOLE, Names, member_of, owners_of
 from .evaluation.sizes import Sizes
@@ -189,9 +189,9 @@ class SharedValues:
             if not frame.f_code.co_flags & _STOPS:
                 ran, accesses = self._hops.pop(id(frame)), self._codes[id(frame.f_code)][1]
                 self._branches.look(frame, accesses, ran, Frame(frame, self._functions, None))
+                self._returned[id(caller_of(frame))] = frame.f_code, argument
             self._checkpoints.ends(frame)
             self._returned.pop(id(frame), None)
-            self._returned[id(frame.f_back)] = frame.f_code, argument
         return self._ran
 
     def runs_beside(
@@ -261,7 +261,7 @@ class SharedValues:
                 self._lasting.update((id(owner), id(value)))
             owner, key, access = entry_of(access, frame, owner, key)
         if owner is None and access.reads and not access.is_said:
-            self._reads_by_name(read_of_unknown(access, frame), frame, hop, counts=access.counts)
+            self._reads_any(read_of_unknown(access, frame, self._is_lasting), access, frame, hop)
         if key is UNKNOWN:
             return  # of a function that is not running: it sets an entry by an argument
         self._cached += frame.kept
@@ -300,7 +300,7 @@ class SharedValues:
         """Note what a function in C reads by names, and the use of what a cache keeps."""
         for owner, key in asked_by_call(access.node, frame):
             if owner is UNKNOWN:
-                self._reads_by_name(key, frame, hop)
+                self._reads_any(key, access, frame, hop)
             elif self._is_lasting(owner) and not access.is_said:
                 for holder in owners_of(owner, key):
                     self._reads(holder, key, frame, hop, counts=False)
@@ -310,12 +310,11 @@ class SharedValues:
         if access.use is not Use.NONE and self._is_content(value, access, None):
             self._uses(access, value, frame, hop)
 
-    def _reads_by_name(
-        self, name: str | None, frame: Frame, hop: int, *, counts: bool = False
-    ) -> None:
+    def _reads_any(self, name: str | None, access: Access, frame: Frame, hop: int) -> None:
         """Note a read of an object that nobody can tell."""
-        for known in self.known.set_by_name(name):
-            self._reads(known.owner, known.key, frame, hop, counts=counts)
+        for owner in self.known.owners_by_name(name):
+            loses = may_lose(access, frame)
+            self._reads(owner, name, frame, hop, counts=access.counts, loses=loses)
 
     def _calls_method(self, node: ast.Attribute, frame: Frame, hop: int) -> None:
         """Note a read of a method, or of other code, that the object's class leads to."""

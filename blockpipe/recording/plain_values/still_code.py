@@ -40,7 +40,7 @@ from .syntax.accesses import (
     may_set,
 )
 from .syntax.protocols import called_by_name, called_by_with, protocols_of
-from .syntax.unknown_owners import Origins, name_read, picks_out
+from .syntax.unknown_owners import Origins, begins_with_lasting, is_made, read_by_name
 from .syntax.uses import Use
 
 _MOST_CALLS = 50  # of one hook, and of what that calls: a guess
@@ -143,24 +143,28 @@ def hooks_in(model: nn.Module) -> list[Hook]:
     ]
 
 
-def read_of_unknown(access: Access, frame: Frame) -> str | None:
+def read_of_unknown(access: Access, frame: Frame, is_lasting: Callable[[Any], bool]) -> str | None:
     """Return the name by which code reads an object that nobody can tell, but that may outlive the
-    forward."""
-    node, still = access.node, frame.frame
-    name = name_read(node)
-    if name is None or not isinstance(node, ast.Attribute | ast.Subscript):
-        return None
-    if frame.evaluated(node.value) is not UNKNOWN:
+    forward.
+
+    Args:
+        access: the access that reads it.
+        frame: the frame that it is in.
+        is_lasting: returns whether an object outlives the forward.
+    """
+    owner, name = read_by_name(access) or (None, None)
+    if owner is None or frame.evaluated(owner) is not UNKNOWN:
         return None
     if frame.is_running:
-        return name if picks_out(node.value, frame.evaluated) else None
-    code = frame.code
+        may_last = begins_with_lasting(owner, frame.evaluated, UNKNOWN, is_lasting)
+        return name if may_last and not is_made(owner, frame.evaluated) else None
+    still, code = frame.frame, frame.code
     several = [code.co_flags & flag for flag in (inspect.CO_VARARGS, inspect.CO_VARKEYWORDS)]
     count = code.co_argcount + code.co_kwonlyargcount + sum(map(bool, several))
     parameters = code.co_varnames[:count]
     is_inner, captures = getattr(still, "is_inner", False), captures_of(code)
     origins = Origins(frame.evaluated, UNKNOWN, parameters, captures, is_inner=is_inner)
-    return name if origins.may_last(node.value) else None
+    return name if origins.may_last(owner) else None
 
 
 def functions_by_code(objects: Iterable[Any]) -> dict[int, list[types.FunctionType]]:

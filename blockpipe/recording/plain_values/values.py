@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Hashable, Iterable
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..calls import Call
 from ..entries import SharedChange
-from .evaluation.members import UNKNOWN
+from .evaluation.members import BY_NAME, UNKNOWN, member_of
 
 _MOST_MEMBERS = 256  # of a container; larger ones are compared by identity
+_Place = tuple[int, Any]  # an object by its id, and a name or key in it
+_CONTAINERS = (list, dict, set, deque)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum)
 
 
@@ -76,9 +79,13 @@ class SharedValue:
             read_on=self.read_on | other.read_on,
             counted_on=self.counted_on | other.counted_on,
             lost_on=self.lost_on | other.lost_on,
+            is_carried=self.is_carried or other.is_carried,
             is_constant=self.is_constant and other.is_constant,
+            remedy=self.remedy or other.remedy,
             is_read_outside=self.is_read_outside or other.is_read_outside,
+            came_on=self.came_on | other.came_on,
             lines=self.lines | other.lines,
+            read_in={**other.read_in, **self.read_in},
         )
 
     def comes_late(self, others: Iterable[SharedValue]) -> bool:
@@ -110,6 +117,21 @@ class SharedValue:
             self.lost_on.add(hop)
             self.is_constant = False
             self.first_loss = self.first_loss or line
+
+
+def read_inside(values: Mapping[_Place, SharedValue]) -> Iterator[tuple[_Place, SharedValue]]:
+    """Yield the containers that the forward changes and that code may read by a name, each with its
+    place and with those reads: ``list(self.layers.values())[1].counts[0]``.
+
+    Args:
+        values: all values, by their places.
+    """
+    for read in [value for value in values.values() if value.owner is BY_NAME]:
+        named = (v for v in values.values() if v.key == read.key and v.owner is not BY_NAME)
+        held = {id(member_of(value.owner, value.key)) for value in named}
+        for where, value in values.items():
+            if id(value.owner) in held and value.set_on and isinstance(value.owner, _CONTAINERS):
+                yield where, value.joined(read)
 
 
 @dataclass

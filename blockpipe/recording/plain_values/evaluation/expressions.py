@@ -42,6 +42,7 @@ _WALKS = frozenset(
         *("modules", "named_modules", "children", "named_children"),
     ]
 )
+_CALLS_FORWARDS = (nn.Module.__module__, f"{__name__.partition('.')[0]}.")
 _WALKERS = [vars(nn.Module)[name] for name in _WALKS]
 _NO_STATE = (
     *(types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
@@ -193,7 +194,11 @@ class Frame:
         return self.evaluated(node) if is_cached else UNKNOWN
 
     def _given(self, function: Any) -> Any:
-        """Return the value that a user's function has just returned."""
+        """Return the value that a user's function, or a module's forward, has just returned."""
+        if isinstance(function, nn.Module):
+            function = type(function).forward  # the recording puts its own in front of it
+        elif isinstance(function, staticmethod | classmethod):
+            function = function.__func__
         code = getattr(function, "__code__", None)
         if self._returned is None or code is not self._returned[0]:
             return UNKNOWN
@@ -290,6 +295,14 @@ class Frame:
             if cell is not None and member_of(cell, name) is value:
                 found[id(cell)] = cell
         return next(iter(found.values())) if len(found) == 1 else None
+
+
+def caller_of(frame: types.FrameType) -> types.FrameType | None:
+    """Return the frame that has called a function, or the module whose forward the function is."""
+    caller = frame.f_back
+    while caller is not None and str(caller.f_globals.get("__name__")).startswith(_CALLS_FORWARDS):
+        caller = caller.f_back
+    return caller
 
 
 def _may_change(value: Any) -> bool:

@@ -23,6 +23,8 @@ WHOLE = ("__class__", "__dict__")  # who sets them sets all attributes
 
 BY_ARGUMENT: Any = object()  # the key of a dictionary's entry that only a call tells
 
+BY_NAME: Any = object()  # the owner of what is read by its name: any object
+
 NEEDS_GRADIENT = "requires_grad"
 _OF_TENSORS = (NEEDS_GRADIENT, "shape", "dtype", "device", "ndim")  # torch's that are known
 _FIELD = type(namedtuple("_Fields", "first").first)  # type: ignore[attr-defined]

@@ -17,8 +17,13 @@ from ...._torch.modules import children_of
 
 _PLAIN = (list, tuple, deque, set, frozenset, dict, OrderedDict, defaultdict)
 _DICTS = (dict, OrderedDict, defaultdict)
-_SAME = ("list", "tuple", "iter", "sorted", "reversed")  # the order is nobody's question here
-_PICKS = ("next", "min", "max")
+_LISTS: dict[str, Callable[[list[Any]], list[Any]]] = {
+    "list": list,
+    "tuple": list,
+    "iter": list,
+    "reversed": lambda members: members[::-1],
+    "sorted": sorted,
+}
 _MOST_MEMBERS = 256  # of a container that is looked into: a guess
 NOT_MADE: Any = object()  # an expression makes nothing of a container, as far as is known
 
@@ -37,19 +42,17 @@ def made_of(node: ast.expr, evaluate: Evaluate) -> Any:
         case ast.NamedExpr():
             return evaluate(node.value)
         case ast.List():
-            return [*_displayed(node.elts, evaluate)]
+            return _displayed(node.elts, evaluate)
         case ast.Tuple():
-            return (*_displayed(node.elts, evaluate),)
+            found = _displayed(node.elts, evaluate)
+            return found if found is NOT_MADE else tuple(found)
         case ast.Dict():
             return _dict_of(node, evaluate)
         case ast.Subscript(value=value, slice=ast.Slice(lower=start, upper=stop, step=step)):
             bounds = [None if one is None else evaluate(one) for one in (start, stop, step)]
             return _sliced(evaluate(value), bounds)
-        case ast.Call(func=ast.Name(id=name), args=[first, *_]) if name in (*_SAME, *_PICKS):
-            found = _listed(evaluate(first))
-            if not _is_looked_into(found):
-                return NOT_MADE
-            return [*found] if name in _SAME else next(iter(found), NOT_MADE)
+        case ast.Call(func=ast.Name(id=name), args=[first, *_], keywords=[]):
+            return _by_function(name, _listed(evaluate(first)))
         case ast.Call(func=ast.Attribute(value=value, attr=name), args=args):
             return _by_method(evaluate(value), name, [*map(evaluate, args)])
     return NOT_MADE
@@ -62,6 +65,17 @@ def _sliced(owner: Any, bounds: list[Any]) -> Any:
         return NOT_MADE
     is_known = all(bound is None or type(bound) is int for bound in bounds) and bounds[2] != 0
     return owner[slice(*bounds)] if is_known else [*owner]
+
+
+def _by_function(name: str, found: Any) -> Any:
+    """Return what a function of Python's makes of a container. What it sorts has to be texts or
+    numbers: an order of objects only their own code tells."""
+    if not _is_looked_into(found):
+        return NOT_MADE
+    is_sorted = name != "sorted" or all(isinstance(one, str | int | float) for one in found)
+    if name == "next":
+        return next(iter(found), NOT_MADE)
+    return _LISTS[name]([*found]) if name in _LISTS and is_sorted else NOT_MADE
 
 
 def _by_method(owner: Any, name: str, args: list[Any]) -> Any:
@@ -78,13 +92,16 @@ def _by_method(owner: Any, name: str, args: list[Any]) -> Any:
     return owner if name == "copy" else NOT_MADE
 
 
-def _displayed(nodes: list[ast.expr], evaluate: Evaluate) -> Iterator[Any]:
+def _displayed(nodes: list[ast.expr], evaluate: Evaluate) -> Any:
+    members: list[Any] = []
     for node in nodes:
-        if isinstance(node, ast.Starred):
-            found = _listed(evaluate(node.value))
-            yield from found if _is_looked_into(found) else ()
+        if not isinstance(node, ast.Starred):
+            members.append(evaluate(node))
+        elif _is_looked_into(found := _listed(evaluate(node.value))):
+            members += found
         else:
-            yield evaluate(node)
+            return NOT_MADE  # nobody knows where the others are
+    return members
 
 
 def _dict_of(node: ast.Dict, evaluate: Evaluate) -> dict[Any, Any]:
