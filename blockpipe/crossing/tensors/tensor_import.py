@@ -317,9 +317,11 @@ def check_asked(tensor: Tensor, place: Place) -> None:
     """Raise :class:`StateError` for a question about a tensor of another micro-batch of this step,
     which another stage has left where this micro-batch's own was."""
     tag: Tag | None = getattr(tensor, TAG, None)
-    if tag is None or tag.key is place.key or tag.key.step != place.key.step:
+    if tag is None or tag.key is place.key:
         return
-    if tag.stage != place.stage and not tag.is_constant(tensor):
+    own, its = place.key, tag.key  # a recomputation has another key for the same micro-batch
+    is_beside = its.step == own.step and its.microbatch != own.microbatch
+    if is_beside and tag.stage != place.stage and not tag.is_constant(tensor):
         raise _of_another(tensor, tag, place)
 
 
