@@ -16,6 +16,7 @@ PACKAGE = str(Path(bp.__file__).parent)
 
 
 def traced(trace: Callable[..., Any], function: Callable[[], Any]) -> None:
+    sys._getframe().f_trace_opcodes = True  # else 3.12.0 to 3.12.4 trace none at all
     threading.settrace(trace)
     sys.settrace(trace)
     try:
