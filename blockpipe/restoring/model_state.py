@@ -16,6 +16,7 @@ import weakref
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,10 @@ class ModelState:
         if len(self._seen) >= MOST_OBJECTS:
             return ()
         self._seen[id(value)] = value
+        if type(value) in weakref.ProxyTypes:
+            with suppress(ReferenceError):  # its object is gone
+                return (value.__repr__.__self__,)
+            return ()
         if isinstance(value, type):
             return self._look_at_class(value)
         found, kind = self._look_into(value), type(value)

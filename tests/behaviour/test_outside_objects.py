@@ -13,6 +13,7 @@ import os
 import random
 import sys
 import threading
+import weakref
 from abc import ABC
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -204,6 +205,14 @@ def _in_key(held: Any) -> int:
     return int(key.number) - 1
 
 
+_PROXIED = _First()  # which nothing in the forward's reach holds
+
+
+def _by_proxy(held: Any) -> int:
+    held.number += 1
+    return int(held.number) - 1
+
+
 @pytest.fixture(autouse=True)
 def _restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     limit, precision = sys.getrecursionlimit(), decimal.getcontext().prec
@@ -248,6 +257,7 @@ COUNTS = {
         lambda: TransformedDistribution(Normal(0.0, 1.0), [_Scales(0.0, 1.0)]),
     ),
     "a key of a dictionary": (_in_key, lambda: {_First(): 1}),
+    "an object behind a proxy": (_by_proxy, lambda: weakref.proxy(_PROXIED)),
 }
 
 
