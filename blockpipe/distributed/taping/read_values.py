@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..._common.modules import STATE, OwnHook
 from ..._torch.modules import COMPILED_CALL, forward_hooks_of, forward_pre_hooks_of
 from ...preparation.watched.contents import Contents, is_fixed
+from ...preparation.watched.reading import plain_space
 from ...preparation.watched.watched_values import globals_in, is_torchs_variable
 from ...restoring.holders import (
     AttributesHolder,
@@ -67,7 +68,7 @@ class _Source:
         Raises:
             LookupError: there are more names, or fewer, than there were.
         """
-        space = self.holder.namespace()
+        space = plain_space(self.holder)
         found = dict(self.holder.now()) if space is None else space
         if len(found) != self.size:
             raise LookupError

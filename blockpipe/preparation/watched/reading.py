@@ -1,6 +1,8 @@
 """Read the members of many objects before each step, by loops that Python runs in C."""
 
 import operator
+import types
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from itertools import chain
 from operator import is_
@@ -11,6 +13,7 @@ from .seen import MOST_IN_ORDER, Code, is_plain, seen
 
 _Read = tuple[Callable[[Any], tuple[Any, ...]], Any]  # a function, and what it reads from
 _NOTHING: _Read = (tuple, ())
+_PLAIN_SPACES = frozenset([dict, OrderedDict, list, deque, types.MappingProxyType])
 
 
 class Values(NamedTuple):
@@ -42,7 +45,7 @@ class MemberReads:
             holder: of the object.
             members: what is seen of it, by the names that are read.
         """
-        space = holder.namespace()
+        space = plain_space(holder)
         self._sized.append(space if space is not None and has_names(holder) else ())
         self._objects.append(_NOTHING)
         self._looked_at.append(_NOTHING)
@@ -91,6 +94,20 @@ def _is_same(now: Values, then: Values) -> bool:
     return is_same and bool(now.looked_at == then.looked_at)
 
 
+def plain_space(holder: Holder) -> Any:
+    """Return an object's namespace, if reading a name there runs no code: a class of dictionaries
+    may have methods of its own for that."""
+    space = holder.namespace()
+    return space if type(space) in _PLAIN_SPACES else None
+
+
+def size_of(holder: Holder) -> int:
+    """Return how many members a container has, whatever its class says."""
+    container: Any = holder.namespace()
+    kind = next(kind for kind in (dict, list, deque) if isinstance(container, kind))
+    return int(kind.__len__(container))
+
+
 def has_names(holder: Holder) -> bool:
     """Whether other names may be added to an object between steps."""
     return isinstance(holder, DictHolder | ClassHolder | SlotsHolder)
@@ -111,7 +128,7 @@ def frozen(holder: Holder) -> frozenset[Any] | None:
 def _readers(
     holder: Holder, others: list[Hashable], looked_at: list[Hashable]
 ) -> tuple[_Read, _Read]:
-    space = holder.namespace()
+    space = plain_space(holder)
     if isinstance(holder, SetHolder):
         return _NOTHING, (lambda holder: (frozen(holder),), holder)
     if space is not None:

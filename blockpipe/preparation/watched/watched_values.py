@@ -42,7 +42,16 @@ from ...restoring.holders import (
 )
 from ...restoring.model_state import ModelState, holders_read, is_users
 from .contents import is_data
-from .reading import MemberReads, are_same, frozen, has_names, looked_at_in, which_are_same
+from .reading import (
+    MemberReads,
+    are_same,
+    frozen,
+    has_names,
+    looked_at_in,
+    plain_space,
+    size_of,
+    which_are_same,
+)
 from .seen import (
     MOST_IN_ORDER,
     UNSET,
@@ -81,7 +90,7 @@ class _Place:
     def value(self) -> Any:
         if isinstance(self.holder, SetHolder):
             return frozen(self.holder)
-        space = self.holder.namespace()
+        space = plain_space(self.holder)
         try:
             return dict(self.holder.now())[self.key] if space is None else space[self.key]
         except LookupError:
@@ -406,7 +415,7 @@ def _seen_members(holder: Holder) -> dict[Hashable, Any]:
         return {} if found is None else {None: found}
     if isinstance(holder, DictHolder | SequenceHolder):
         most = _MOST_MEMBERS if isinstance(holder, DictHolder) else MOST_IN_ORDER
-        if len(holder.namespace()) > most:
+        if size_of(holder) > most:
             return {}
     members = dict(holder.now())
     names = set(members)
