@@ -1,6 +1,10 @@
-"""The stages whose activations are in host memory between forward and backward."""
+"""The stages whose activations are in host memory between forward and backward, and what stays."""
 
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import Literal
+
+import torch
 
 from .._common.callsite import users_line
 from ..errors import PlanError
@@ -31,3 +35,23 @@ def offloaded_stages(
             "instead"
         )
     return stages
+
+
+def staying_bytes(recording: Recording, devices: Sequence[torch.device]) -> Counter[int]:
+    """Return, by hop, the bytes of a micro-batch that no offload takes away before its backward:
+    its inputs, counted on the first hop, and what came from other devices or goes there, as no
+    stream of a device waits for another device's copy.
+
+    Args:
+        recording: the recording.
+        devices: the stages' devices.
+    """
+    found = Counter({0: recording.input_bytes})
+    sent = defaultdict[int, Counter[int]](Counter)  # what several stages get is one tensor here
+    for crossing in recording.crossings:
+        if crossing.what is None and devices[crossing.from_stage] != devices[crossing.to_stage]:
+            found[crossing.to_hop] += crossing.bytes
+            sent[crossing.from_hop][crossing.to_stage] += crossing.bytes
+    for hop, by_stage in sent.items():
+        found[hop] += max(by_stage.values())
+    return found

@@ -4,6 +4,7 @@ stand-ins, lanes, schedules, and whether threads pay."""
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -30,6 +31,7 @@ from ..schedules.simulation import Costs, validate
 from .batch_norm.deferred import DeferredBatchNorm
 from .compiled import CompiledModules
 from .hop_costs import hop_costs, rates_of_stages
+from .offloaded import staying_bytes
 from .options import recomputes
 from .schedule_choice import ScheduleRequest
 from .sealed_forwards import SealedForwards
@@ -245,11 +247,16 @@ class Prepared:
         there = kept.shared if self.on_one_device else 0
         there += 0 if is_asynchronous(self.devices[self.route[hop]]) else kept.inputs
         if hop in self.offloaded and is_asynchronous(self.devices[self.route[hop]]):
+            stays = self._staying_bytes[hop]
             if kept.calls or is_split:
-                return 0, kept.full - there
+                return stays, max(stays, kept.full - there)
             # In its backward: the storage that is read, and those that are on their way.
-            return 0, sum(kept.largest[: 1 + AHEAD])
+            return stays, stays + sum(kept.largest[: 1 + AHEAD])
         return kept.bytes - there, kept.full - there
+
+    @cached_property
+    def _staying_bytes(self) -> Counter[int]:
+        return staying_bytes(self.recording, self.devices)
 
     @cached_property
     def offloaded(self) -> frozenset[int]:

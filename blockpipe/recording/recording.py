@@ -91,6 +91,7 @@ class Recording:
     switches: bool = False  # whether it sets switches of torch or the process for a while
     changes_process: bool = False  # where it prints to, or what it warns of, for a while
     writes_inputs: bool = False  # whether it writes in place to its arguments
+    input_bytes: int = 0  # of the tensors in the arguments of a micro-batch
     writes_across: bool = False  # whether it writes in place to a tensor of another hop
     host_syncs: list[HostSync] = field(default_factory=list)
     waiting: set[str] = field(default_factory=set)  # names of torch functions that wait, in glue

@@ -50,6 +50,7 @@ def conclude(model: nn.Module, recorder: Recorder, versions: dict[int, tuple[Ten
     result.recomputable = activations.conclude(result.hops, _sealed_forwards(result))
     activations.by_call()
     result.saved = activations.by_segments()
+    result.input_bytes = activations.input_bytes
     result.shared_generators = [d for d in recorder.draws.generators.values() if len(d.hops) > 1]
     sets = {what: line for what, call, line in reversed(recorder.sets) if not _in_sealed(call)}
     result.set_between = [*sets.items()]

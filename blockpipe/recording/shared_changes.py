@@ -42,6 +42,8 @@ _FORWARD_MODE = "the level of forward-mode AD"
 _OUT, _ERR = "sys.stdout", "sys.stderr"
 # They choose among kernels of the same numbers, to rounding, and on the CPU they choose nothing.
 _CUDNN, _CUDNN_TRIES = "torch.backends.cudnn.enabled", "torch.backends.cudnn.benchmark"
+# Nothing while cuDNN is off, as a loss for CTC has it, whose context sets all that is said of it.
+_OF_CUDNN = ("torch.backends.cudnn.allow_tf32", "torch.backends.cudnn.deterministic")
 _SWITCHES: dict[str, Callable[[], object]] = {  # the process's
     "torch.backends.cuda.flash_sdp_enabled()": torch.backends.cuda.flash_sdp_enabled,
     "torch.backends.cuda.mem_efficient_sdp_enabled()": (
@@ -146,8 +148,9 @@ class SharedChanges:
         now = _switches()
         if now == self._switches:
             return
+        of_none = () if now[_CUDNN] else _OF_CUDNN
         for name, value in now.items():
-            if value != self._switches[name]:
+            if value != self._switches[name] and name not in of_none:
                 self._switched.setdefault(name, (set(), users_line()))[0].add(hop)
 
     def at_function(self, function: object, args: tuple[Any, ...]) -> None:

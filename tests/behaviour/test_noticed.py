@@ -426,8 +426,10 @@ def test_what_is_changed_for_a_while_and_seen_by_several_stages_is_refused(
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_cudnn_may_be_off_on_one_stage_alone(stage: int):
-    """As a loss for CTC does: it chooses kernels of the same numbers."""
+@pytest.mark.parametrize("switch", ["benchmark", "allow_tf32", "deterministic"])
+def test_cudnn_may_be_off_on_one_stage_alone(stage: int, switch: str, monkeypatch):
+    """As a loss for CTC does: it chooses kernels. Refused where a user had set other switches."""
+    monkeypatch.setattr(torch.backends.cudnn, switch, switch != "allow_tf32")
     net = _LeavesCuDNNForAWhile()
     net.stages = (stage,)
     check_alike(net, torch.randn(8, 8), count=2)

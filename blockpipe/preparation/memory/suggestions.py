@@ -46,7 +46,8 @@ def _about_activations(
     kept = sum(hop.never.bytes for hop in hops)
     recomputed = sum(hop.always.bytes for hop in hops)
     is_recomputed = any(prepared.activation_bytes(hop.index, 0, 2).calls for hop in hops)
-    if not is_recomputed and 10 * recomputed < 9 * kept and worst.in_flight > 1:
+    is_kept = not is_recomputed and worst.stage not in prepared.offload
+    if is_kept and 10 * recomputed < 9 * kept and worst.in_flight > 1:
         then = worst.peak - (worst.in_flight - 1) * (kept - recomputed)
         yield (
             f"checkpoint=True on the marks of stage {worst.stage}: {bytes_text(then)} instead of "
@@ -83,8 +84,9 @@ def _move(
             h.bytes for h in prepared.recording.parameters if is_within(h.name, call.path)
         )
         fixed = round(parameters * (2 + copies))
-        there = other.peak + fixed + call.saved_bytes * max(1, other.in_flight)
-        here = worst.peak - fixed - call.saved_bytes * worst.in_flight
+        come, go = (0 if s.stage in prepared.offload else call.saved_bytes for s in (other, worst))
+        there = other.peak + fixed + come * max(1, other.in_flight)
+        here = worst.peak - fixed - go * worst.in_flight
         peak = max(here, there)
         if peak < 0.95 * worst.peak and (best is None or peak < best[0]):
             best = (

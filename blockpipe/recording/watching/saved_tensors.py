@@ -83,6 +83,11 @@ class Activations:
                 self._storages[key] = tensor.untyped_storage(), size
                 self._inputs.add(key)
 
+    @property
+    def input_bytes(self) -> int:
+        """The bytes of the micro-batch's inputs."""
+        return self._bytes(self._inputs)
+
     def at(self, hop: int, call: Call | None, segment: int) -> None:
         """Note the place at which the next tensors are saved."""
         self._hop, self._call, self._segment = max(hop, 0), call, segment
