@@ -12,12 +12,12 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import Node
 
@@ -36,10 +36,15 @@ from ...crossing.interception import active_mode
 from ...crossing.tags import TAG, UNCUT, GraphEntry
 from ...crossing.torch_patches import Replacement
 from ...errors import CrossingError
+from ...restoring.model_state import is_users
+from ..entries import SharedChange
 from ..plain_values.still_code import frames_of
+from ..recording import Recording
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _OF_CONTEXT = ("__enter__", "__exit__", "__torch_dispatch__", "__torch_function__")
+_SEEDS = "manual_seed"
+_BETWEEN = "set it between steps"
 _OF_POLICY = "policy_fn"  # of torch's selective checkpoints
 
 
@@ -184,10 +189,58 @@ class BackwardCode:
             self._known.add(key)
             self.called.append(CalledInBackward(function, given, hop))
 
+    def read_by_libraries(self, model: nn.Module, result: Recording) -> Iterator[SharedChange]:
+        """Yield the attributes of modules that the forward changes and that a library's custom
+        function reads in its backward: a seed to draw the same dropout again. Unlike the user's,
+        such code is not followed value by value, but by the names in it, through methods of the
+        model's modules.
+
+        Args:
+            model: the model.
+            result: the recording, with the attributes that the forward changes.
+        """
+        changed = {path.rpartition(".")[2]: path for path in sorted(result.changing)}
+        methods = _methods_of({type(module) for module in model.modules()}) if changed else {}
+        for function, given, hop in self.called:
+            module = getattr(function, "__module__", None)
+            if not isinstance(given, Node) or is_users(module) or f"{module}.".startswith("torch."):
+                continue
+            for code in _codes_behind(function, methods):
+                if _SEEDS in code.co_names and not result.hops[hop].draws:
+                    continue
+                for name in changed.keys() & {*code.co_names}:
+                    where = f"{code.co_filename}:{code.co_firstlineno}"
+                    seen = "reads it in a backward"
+                    yield SharedChange(changed[name], seen, [hop], where, _BETWEEN, settles=True)
+
     def forget(self) -> None:
         """Release the graph that the functions' contexts are in."""
         self.called.clear()
         self._made_apart.clear()
+
+
+def _methods_of(classes: Iterable[type]) -> dict[str, list[types.CodeType]]:
+    """Return the code of the methods that classes have beyond ``nn.Module``'s, by name."""
+    found = dict[str, list[types.CodeType]]()
+    for kind in {base for each in classes for base in each.__mro__ if issubclass(base, nn.Module)}:
+        for name, member in vars(kind).items() if kind is not nn.Module else ():
+            if isinstance(member, types.FunctionType):
+                found.setdefault(name, []).append(member.__code__)
+    return found
+
+
+def _codes_behind(
+    function: Callable[..., Any], methods: Mapping[str, list[types.CodeType]]
+) -> Iterator[types.CodeType]:
+    """Yield the code of a function and of the methods that it, or they, may call."""
+    todo, seen = [getattr(function, "__code__", None)], set[types.CodeType]()
+    while todo:
+        code = todo.pop()
+        if isinstance(code, types.CodeType) and code not in seen:
+            seen.add(code)
+            yield code
+            todo += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
+            todo += [called for name in code.co_names for called in methods.get(name, ())]
 
 
 def _nodes_behind(roots: Iterable[Tensor]) -> dict[int, Node]:

@@ -356,6 +356,7 @@ def _note_state(
         *recorder.outside.found(result, reads, read_on),
         *recorder.outside_tensors.shared(),
         *known.found(reads, result, recorder.held),
+        *recorder.backward_code.read_by_libraries(model, result),
     ]
     known.note_by_size(reads, result, recorder.held)
     recorder.sets, recorder.carries = [*known.sets_by_call()], [*known.reads_by_call()]

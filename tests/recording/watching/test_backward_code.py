@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.nn.functional import mse_loss
@@ -21,7 +21,7 @@ import blockpipe as bp
 from blockpipe.errors import CrossingError, StateError
 
 from ...parity import assert_same_gradients, plain_step
-from ...stage_devices import stages
+from ...stage_devices import assert_close, stages
 from .backward_models import (
     COUNTS,
     CountsAll,
@@ -335,3 +335,38 @@ def test_a_hook_over_parameters_of_one_stage_is_called_once_for_each_micro_batch
     net = _over(lambda net: [net.a.weight, net.a.bias], mode)
     _step(net)
     assert len(net.norms) == 4
+
+
+def _reversible(dropout: float) -> nn.Module:
+    from transformers import ReformerConfig, ReformerModelWithLMHead
+
+    heads = {"attention_head_size": 8, "num_attention_heads": 2, "local_attn_chunk_length": 4}
+    places = {
+        "max_position_embeddings": 16,
+        "axial_pos_shape": [4, 4],
+        "axial_pos_embds_dim": [8, 8],
+    }
+    sizes = {"vocab_size": 32, "hidden_size": 16, "feed_forward_size": 16, "attn_layers": ["local"]}
+    options = {"hidden_dropout_prob": dropout, "local_attention_probs_dropout_prob": 0.0}
+    config = ReformerConfig(**sizes, **heads, **places, **options, is_decoder=True)
+    return bp.begin_blocks(ReformerModelWithLMHead(config).train(), {"lm_head": 1})
+
+
+@pytest.mark.filterwarnings("ignore:`torch.cuda.*default_generators")
+def test_a_librarys_backward_that_reads_what_its_forward_sets_is_refused():
+    """Attack 19: a Reformer's layers keep the seed of their dropout, by which the backward computes
+    them again. Another micro-batch had set another one by then."""
+    ids = torch.randint(1, 32, (4, 16))
+    call = {"input_ids": ids, "labels": ids}
+    pipe = bp.Pipeline(_reversible(0.1), devices=stages(2), chunks=2)
+    found = r"changes reformer\.encoder\.layers\.0\.\w+_seed, and reads it in a backward on hops"
+    with pytest.raises(StateError, match=found + r".*sequential"):
+        pipe.forward_backward(**call)
+    # Nothing is drawn: the seed makes no difference.
+    net = _reversible(0.0)
+    plain = copy.deepcopy(net)
+    loss = bp.Pipeline(net, devices=stages(2), chunks=2).forward_backward(**call).loss
+    expected = sum(plain(input_ids=i, labels=i).loss / 2 for i in ids.chunk(2))
+    expected.backward()
+    assert_close(loss, expected.detach())
+    assert_same_gradients(net, plain)
