@@ -322,6 +322,8 @@ class RecomputedCall:
             ):
                 stack.callback(names.__setitem__, key, names.get(key))
                 names[key] = _copy_of(kept) if written else kept
+            for names, key in self.recompute_spec.unseen:  # it may assign them without a look
+                stack.callback(names.__setitem__, key, names.get(key))
             if self._random:
                 stack.enter_context(replayed(self._random))
             stack.enter_context(torch.enable_grad())
