@@ -76,7 +76,8 @@ def put_back(tensor: Tensor, value: Tensor, version: int) -> None:
     """
     with torch.no_grad(), _python_dispatch._disable_current_modes():
         if not _has_bits_of(tensor.detach(), value):
-            tensor.detach().copy_(value)
+            # What is detached of a sparse tensor would get indices and values of its own.
+            (tensor.detach() if tensor.layout is torch.strided else tensor).copy_(value)
     if version >= 0:
         torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 

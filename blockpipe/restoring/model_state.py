@@ -341,6 +341,10 @@ class _Undone(DispatchMode):
         """Return the tensor to copy before a tensor is written to, or ``None``."""
         raise NotImplementedError
 
+    def watched_sparse(self, _: Tensor) -> Tensor | None:
+        """Return the same of a tensor without a storage."""
+        return None
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -351,9 +355,10 @@ class _Undone(DispatchMode):
 
     def _keep(self, value: Any) -> None:
         for tensor in value if isinstance(value, list | tuple) else [value]:
-            if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+            if not isinstance(tensor, Tensor):
                 continue
-            watched = self.watched(tensor)
+            is_plain = tensor.layout is torch.strided
+            watched = self.watched(tensor) if is_plain else self.watched_sparse(tensor)
             if watched is not None:
                 with unset_fake_temporarily():
                     copied = watched, watched.detach().clone(), version_of(watched)
@@ -379,7 +384,16 @@ class RealWritesUndone(_Undone):
         """Return a tensor that is not fake, the first time."""
         if isinstance(tensor, FakeTensor) or tensor.is_meta:
             return None
-        key = storage_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+        return self._first(
+            tensor, (storage_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
+        )
+
+    def watched_sparse(self, tensor: Tensor) -> Tensor | None:
+        """Return a tensor that is not fake, the first time."""
+        is_fake = isinstance(tensor, FakeTensor) or tensor.is_meta
+        return None if is_fake else self._first(tensor, (id(tensor),))  # it is kept until the end
+
+    def _first(self, tensor: Tensor, key: tuple[Any, ...]) -> Tensor | None:
         if key in self._seen:
             return None
         self._seen.add(key)

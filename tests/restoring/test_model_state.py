@@ -301,3 +301,45 @@ def test_a_long_data_set_is_restored_without_a_look_at_its_samples(kind, wrap):
             data.items.append({})
         data.items = kind([])
     assert data.items == kind(items)
+
+
+class _Spreads(nn.Module):
+    """Decays a sparse matrix of its own in each forward."""
+
+    def __init__(self, layout: str, write) -> None:
+        super().__init__()
+        self.a, self.b, self.write = nn.Linear(4, 4), nn.Linear(4, 4), write
+        dense = torch.eye(4)
+        self.adjacency = dense.to_sparse() if layout == "coo" else dense.to_sparse_csr()
+
+    def forward(self, x):
+        with bp.Block(stage=0):
+            self.write(self.adjacency)
+            h = (self.adjacency @ self.a(x).T).T
+        with bp.Block(stage=1):
+            return self.b(h)
+
+
+@pytest.mark.cpu("sparse tensors")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda matrix: matrix.mul_(0.9),
+        lambda matrix: matrix.values().mul_(0.9),
+        lambda matrix: matrix.copy_(matrix * 0.9),
+    ],
+)
+def test_writes_to_a_sparse_tensor_are_undone(layout, write):
+    """In its place: what is detached of it has indices and values of its own."""
+    net = _Spreads(layout, write)
+    x, matrix = torch.randn(4, 4), net.adjacency
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2, schedule="sequential")
+    pipe.summary(x)
+    assert torch.equal(matrix.to_dense(), torch.eye(4))
+    pipe.verify(x, loss_fn=lambda y: y.square().mean())
+    assert torch.equal(matrix.to_dense(), torch.eye(4))
+    pipe.forward_backward(x, loss_fn=lambda y: y.square().mean())
+    assert torch.allclose(net.adjacency.to_dense(), 0.81 * torch.eye(4))
+    assert net.adjacency is matrix
