@@ -186,6 +186,11 @@ def remedy(
             "tensors that a forward saves carry what Blockpipe knows of them: pass "
             "weights_only=False to torch.load, or save arrays (tensor.numpy())"
         )
+    if "update to inference tensor" in str(error):
+        return (
+            "a forward that needs the values of its tensors is recorded outside of inference mode: "
+            "call the pipeline under torch.no_grad() instead of torch.inference_mode()"
+        )
     is_split = share is not None and share.count > 1
     if is_split and "Expected more than 1 value per channel" in str(error):
         assert share is not None

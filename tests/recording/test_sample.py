@@ -82,6 +82,32 @@ def test_a_target_given_by_position_is_asked_for_by_name() -> None:
         pipeline(net).forward_backward(torch.ones(8, 4), y, loss_fn=F.cross_entropy)
 
 
+class Keeps(nn.Module):
+    """Writes to a table that an earlier forward has made; its other branch needs values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        h.detach().numpy()
+        if self.table is None:
+            self.table = torch.zeros(4)
+        self.table.add_(h.sum(0))
+        return h + self.table
+
+
+def test_a_table_of_inference_mode_asks_for_no_grad() -> None:
+    pipe, x = pipeline(Keeps(), chunks=1), torch.randn(2, 4)
+    with torch.inference_mode():
+        pipe(x)
+        pipe.eval()
+        with pytest.raises(RecordingError, match=r"under torch\.no_grad\(\) instead of"):
+            pipe(x)
+
+
 def test_a_shape_for_a_sample() -> None:
     """Other summaries take it; here the tensor is asked for."""
     net = nn.Sequential(nn.Linear(16, 4))
