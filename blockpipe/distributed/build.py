@@ -126,7 +126,10 @@ class CutForward:
     def place(self, index: int) -> None:
         """Move the tensors of one stage to its device, in the model itself, so that modules built
         later share them. Tensors without values stay as they are."""
-        found = self.module(index)
+        with torch.inference_mode(False):  # they are trained later, whatever this call is under
+            self._place(self.module(index))
+
+    def _place(self, found: nn.Module) -> None:
         for _, weight in found.named_parameters():
             if weight.device != self.device and not weight.is_meta:
                 weight.data = weight.data.to(self.device)

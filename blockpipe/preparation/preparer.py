@@ -143,7 +143,7 @@ class Preparer:
         """Return the device of each stage, where the model is placed and nobody has disturbed
         that."""
         placement = self._placement
-        if placement is None or self.is_replanned() or placement.is_disturbed():
+        if placement is None or self.is_replanned() or not placement.holds():
             return None
         return placement.devices
 

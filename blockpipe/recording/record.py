@@ -10,6 +10,7 @@ import contextvars
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ from ..devices.copies import carry
 from ..devices.devices import is_on_meta
 from ..devices.rng_streams import every_source, preserve_rng
 from ..errors import BlockpipeError, RecordingError
+from ..restoring.gathered import gathered
 from ..restoring.holders import Holder
 from ..restoring.model_state import ModelState, WritesUndone
 from ..restoring.restored_thread import leaves_intact, modes_around
@@ -218,7 +220,8 @@ def _log_recorded(recording: Recording, request: RecordRequest, seconds: float) 
 
 
 def _record_real(request: RecordRequest) -> Recording:
-    return run_for_real(request, _watched_twice)
+    with gathered(request.model) if request.devices is None else nullcontext():
+        return run_for_real(request, _watched_twice)
 
 
 def _watched_twice(request: RecordRequest, holders: list[Holder]) -> Recording:

@@ -73,9 +73,10 @@ class CopiedModels:
 
     def copy(self) -> None:
         """Make the copies anew, from the model as it is now."""
-        self._memos = [_without_graphs(self.model) for _ in range(self.count)]
         try:
-            self.copies = [copy.deepcopy(self.model, memo) for memo in self._memos]
+            with torch.inference_mode(False):  # they are trained, whatever this is called under
+                self._memos = [_without_graphs(self.model) for _ in range(self.count)]
+                self.copies = [copy.deepcopy(self.model, memo) for memo in self._memos]
         except RuntimeError as error:
             raise UsageError(
                 f"expected a model that copy.deepcopy can copy, got its error {error} "

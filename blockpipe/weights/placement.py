@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._common.code import code_of
 from .._common.modules import OwnHook, StandIn, named_slots
-from .._torch.graph import gradient_hooks, renew_hooks_of_several, stepping_hooks
+from .._torch.graph import gradient_hooks, stepping_hooks
 from .._torch.modules import (
     COMPILED_CALL,
     backward_pre_hooks_of,
@@ -33,6 +33,7 @@ from .._torch.modules import (
 from ..errors import PlanError, UsageError
 from ..recording.plan_resolution import attached_plan
 from ..recording.recording import Recording
+from ..restoring.gathered import set_data
 from ..stages.marks import MARK
 from .shared_places import SharedPlaces
 
@@ -108,6 +109,11 @@ class Placement:
         """Return whether somebody has moved since what was placed."""
         return any(tensor.device != there for tensor, there in self._there.values())
 
+    def holds(self) -> bool:
+        """Return whether nobody has moved since what was placed, and no parameter is new."""
+        is_whole = all(id(parameter) in self._there for parameter in self.model.parameters())
+        return is_whole and not self.is_disturbed()
+
     def unplace(self) -> None:
         """Move everything back to where it came from."""
         self._follow(set())
@@ -126,11 +132,11 @@ class Placement:
 
 
 def _to(tensor: Tensor, device: torch.device) -> None:
-    tensor.data = tensor.data.to(device)
-    if tensor.requires_grad:
-        renew_hooks_of_several(tensor)
-    if tensor.grad is not None:
-        tensor.grad.data = tensor.grad.data.to(device)
+    # A first call may be an evaluation: what it moves is trained later.
+    with torch.inference_mode(tensor.is_inference()):
+        set_data(tensor, tensor.data.to(device))
+        if tensor.grad is not None:
+            tensor.grad.data = tensor.grad.data.to(device)
 
 
 _following: list[object] = []
