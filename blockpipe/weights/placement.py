@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._common.code import code_of
 from .._common.modules import OwnHook, StandIn, named_slots
+from .._torch.checkpoints import wait_for_all_devices
 from .._torch.graph import gradient_hooks, stepping_hooks
 from .._torch.modules import (
     COMPILED_CALL,
@@ -30,6 +31,7 @@ from .._torch.modules import (
     hooks_of_all_modules,
     parameters_of,
 )
+from ..devices.devices import is_asynchronous
 from ..errors import PlanError, UsageError
 from ..recording.plan_resolution import attached_plan
 from ..recording.recording import Recording
@@ -56,6 +58,8 @@ class Placement:
         # The origins of those that were taken out of the model. torch.utils.swap_tensors refuses
         # tensors with weak references, so those in the model have none.
         self._taken_out: list[tuple[weakref.ref[Tensor], torch.device]] = []
+        if len({device for device in devices if is_asynchronous(device)}) > 1:
+            wait_for_all_devices()
 
     def place(self, recording: Recording) -> dict[int, tuple[Tensor, int, int, str]]:
         """Move the tensors that are not where the recording wants them.
