@@ -79,6 +79,15 @@ class _Shared:
     reader: Maker  # the last one
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What others than the maker of a constant have asked about it, such as its size."""
+
+    about: Hashable
+    maker: Maker
+    reader: Maker
+
+
 class Constants:
     """The constants that one step makes, and those that several micro-batches of it read.
 
@@ -87,8 +96,9 @@ class Constants:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._made: dict[Hashable, list[tuple[weakref.ref[Tensor], Maker]]] = {}
+        self._made: dict[Hashable, list[tuple[weakref.ref[Tensor], Maker, Hashable]]] = {}
         self._shared: dict[Hashable, list[_Shared]] = {}
+        self._asked: dict[Hashable, set[_Asked]] = {}
 
     def made(self, tensor: Tensor, site: Hashable, maker: Maker) -> None:
         """Note that a micro-batch has made a constant.
@@ -96,9 +106,13 @@ class Constants:
         Raises:
             StateError: another one's was read in its place, and is not the same.
         """
+        about = _about(tensor)
         with self._lock:
-            self._made.setdefault(site, []).append((weakref.ref(tensor), maker))
-            shared = list(self._shared.get(site, ()))
+            self._made.setdefault(site, []).append((weakref.ref(tensor), maker, about))
+            shared, asked = list(self._shared.get(site, ())), list(self._asked.get(site, ()))
+        for one in asked:
+            if one.about != about and _is_between(one.maker, maker, one.reader):
+                raise _error(tensor)
         for other in shared:
             comes_between = _is_between(other.maker, maker, other.reader)
             if comes_between and not _is_same(other.tensor, tensor):
@@ -115,9 +129,22 @@ class Constants:
                 shared.append(_Shared(tensor, maker, version_of(tensor), reader))
             else:
                 known.reader = max(known.reader, reader, key=_order)
-        if _order(maker) > _order(reader) and not any(_order(m) <= _order(reader) for _, m in made):
+        makers = [other for _, other, _ in made]
+        if _order(maker) > _order(reader) and not any(_order(m) <= _order(reader) for m in makers):
             return False  # one from before the step should be there
-        return all(_is_one(ref, tensor) for ref, other in made if _is_between(maker, other, reader))
+        between = (ref for ref, other, _ in made if _is_between(maker, other, reader))
+        return all(_is_one(ref, tensor) for ref in between)
+
+    def asks(self, tensor: Tensor, site: Hashable, maker: Maker, reader: Maker) -> bool:
+        """Return whether a micro-batch that did not make a constant may ask for its size or type,
+        because all that was made at the same place since has the same."""
+        about = _about(tensor)
+        with self._lock:
+            made = list(self._made.get(site, ()))
+            self._asked.setdefault(site, set()).add(_Asked(about, maker, reader))
+        if _order(maker) > _order(reader) and not any(other is reader for _, other, _ in made):
+            return False  # its own was made elsewhere
+        return all(its == about for _, other, its in made if _is_between(maker, other, reader))
 
     def check(self) -> None:
         """Raise :class:`StateError` if a constant was written in place after others had read it."""
@@ -146,6 +173,12 @@ def _is_between(maker: Maker, other: Maker, reader: Maker) -> bool:
     if _order(maker) > _order(reader):
         return other is not maker
     return _order(maker) < _order(other) <= _order(reader)
+
+
+def _about(tensor: Tensor) -> Hashable:
+    shape = shape_of(tensor)
+    strides = tensor.stride() if tensor.layout is torch.strided and not tensor.is_nested else ()
+    return shape, strides, tensor.dtype, tensor.layout
 
 
 def _is_one(ref: weakref.ref[Tensor], tensor: Tensor) -> bool:

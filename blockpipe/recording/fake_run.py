@@ -40,9 +40,10 @@ from .plain_values.still_code import hooks_in
 from .plan_resolution import planned_by
 from .recording import Recording
 from .sample import RecordRequest, signature
+from .second_run import looked_at_twice
 from .watching.closed_modules import closed_to_others
 from .watching.failed_threads import FailedThreads
-from .watching.watched_run import counting_writes, hooked, looked_at_twice, run_watched
+from .watching.watched_run import counting_writes, hooked, run_watched
 
 R = TypeVar("R")
 

@@ -38,8 +38,9 @@ from .plain_values.still_code import hooks_in
 from .plan_resolution import planned_by
 from .recording import Recording
 from .sample import RecordRequest, check_initialized, remedy, signature, what_failed
+from .second_run import looked_at_twice
 from .watching.closed_modules import closed_to_others
-from .watching.watched_run import counting_writes, hooked, looked_at_twice, run_watched
+from .watching.watched_run import counting_writes, hooked, run_watched
 
 _log = logging.getLogger(__name__)
 

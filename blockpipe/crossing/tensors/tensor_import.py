@@ -26,6 +26,7 @@ from ..._torch.tensors import is_ragged, shape_of, version_of
 from ...devices.ownership import Owner, copying, owner_of, set_owner
 from ...errors import CrossingError, RouteError, StateError
 from ...stages.cursor import SKIPPED_MARKS
+from ..constants import Constants
 from ..step_context import StepContext
 from ..tags import RECORDING, TAG, UNCUT, Import, ParameterHome, Tag, latest
 from .claims import Claims
@@ -313,7 +314,7 @@ def from_outside(tensor: Tensor, reads: Reads) -> Tensor:
     return tensor
 
 
-def check_asked(tensor: Tensor, place: Place) -> None:
+def check_asked(tensor: Tensor, place: Place, constants: Constants | None) -> None:
     """Raise :class:`StateError` for a question about a tensor of another micro-batch of this step,
     which another stage has left where this micro-batch's own was."""
     tag: Tag | None = getattr(tensor, TAG, None)
@@ -321,7 +322,10 @@ def check_asked(tensor: Tensor, place: Place) -> None:
         return
     own, its = place.key, tag.key  # a recomputation has another key for the same micro-batch
     is_beside = its.step == own.step and its.microbatch != own.microbatch
-    if is_beside and tag.stage != place.stage and not tag.is_constant(tensor):
+    if not is_beside or tag.stage == place.stage:
+        return
+    is_table = tag.is_constant(tensor)
+    if not is_table or (constants is not None and not constants.asks(tensor, tag.site, its, own)):
         raise _of_another(tensor, tag, place)
 
 

@@ -62,7 +62,7 @@ class KnownValues:
 
     def __init__(self, paths: Mapping[int, str], *, fake: bool) -> None:
         self.variables: dict[int, tuple[ContextVar[Any], Any]] = {}
-        self._paths, self._fake = paths, fake
+        self._paths, self.fake = paths, fake
         self._values: dict[_Where, SharedValue] = {}
         self._of_other_sizes: dict[_Where, SharedValue] = {}
         self.is_of_other_sizes = False  # whether notes are what other sizes lead to
@@ -129,7 +129,7 @@ class KnownValues:
             calls: whether in a real run each call that asks for more than shapes counts.
         """
         asked = [*questions]
-        if not self._fake and any(_is_tensor(name, frame) for name in _asked_for_values(asked)):
+        if not self.fake and any(_is_tensor(name, frame) for name in _asked_for_values(asked)):
             return True
         nodes = (node for one in asked for node in ast.walk(one))
         return any(self._is_open(node, frame, calls=calls) for node in nodes)
@@ -137,14 +137,14 @@ class KnownValues:
     def _is_open(self, node: ast.AST, frame: Frame, *, calls: bool) -> bool:
         if isinstance(node, ast.Call):
             name = name_called(node)
-            return name in ASKS_CHANCE or (calls and not (self._fake or name in ASKS_SHAPE))
+            return name in ASKS_CHANCE or (calls and not (self.fake or name in ASKS_SHAPE))
         if isinstance(node, ast.Name | ast.Attribute):
             owner, key, value = frame.owner_of(Access(node, reads=True, writes=False))
             known = self.found_at(owner, key)
             if known is not None and (known.set_on or known.counted_on):
                 return True
             is_local = owner is None and isinstance(node, ast.Name)
-            return is_local and not self._fake and isinstance(value, bool | int | float)
+            return is_local and not self.fake and isinstance(value, bool | int | float)
         return False
 
     def is_changed(
@@ -265,6 +265,8 @@ class KnownValues:
         for known in self._values.values():
             if id(known.owner) in self._ignored:
                 continue
+            if known.is_bare and not self._holds_tensors(known):
+                result.left_bare.add(self._named(known))
             change = self._read_elsewhere(known, reads, result) or self._lost(known, result)
             if change is not None:
                 yield change
@@ -282,7 +284,7 @@ class KnownValues:
         """
         if len(result.hops) < 2 or not self._of_other_sizes:
             return
-        both = KnownValues(self._paths, fake=self._fake)
+        both = KnownValues(self._paths, fake=self.fake)
         both._values = {**self._values, **self._of_other_sizes}
         for where in self._values.keys() & self._of_other_sizes.keys():
             both._values[where] = self._values[where].joined(self._of_other_sizes[where])
@@ -322,10 +324,11 @@ class KnownValues:
                 return shared_change(known, "a ContextVar", read_on, where, _OF_VARIABLE)
             return None
         if min(seen) >= 0 and self._tells_itself(known, read_on, result):
+            where, what = known.first_read or others[0].first_read, self._named(known)
             if known.is_read_outside:
-                where, what = known.first_read or others[0].first_read, self._named(known)
                 left = shared_change(known, what, read_on, where, _OF_LOSS)
                 result.left_for_loss.append(left)
+            result.tell_themselves[what] = shared_change(known, what, read_on, where, _REMEDY)
             return None
         name = attribute_of(known.owner, known.key)
         if name is not None and not known.is_read_outside and reads.is_unread(*name):

@@ -38,6 +38,7 @@ from .evaluation.expressions import Frame, caller_of
 from .evaluation.index_uses import IndexUses
 from .evaluation.members import ALL, UNKNOWN, WHOLE, Names, member_of, owners_of
 from .evaluation.sizes import Sizes
+from .evaluation.turns import may_be_constant
 from .known_values import OF_CHECKPOINT, KnownValues
 from .lost_updates import may_lose
 from .missed_branches import MissedBranches
@@ -420,8 +421,9 @@ class SharedValues:
         """Note that an instruction sets the values at some places, before it has done so."""
         apart = self._apart(frame)
         again = apart is not None and self._still is None
-        by_chance = access.assigned is not None and is_by_chance(access.assigned, frame.code)
-        where = hop, frame.line, apart, again, access.counts, self._calls(), is_fixed, by_chance
+        said, lines = access.assigned, (hop, frame.line, apart, again, access.counts, self._calls())
+        by_chance = said is not None and is_by_chance(said, frame.code)
+        where = *lines, is_fixed, by_chance, may_be_constant(said, frame, fake=self.known.fake)
         writes = [
             PendingWrite(o, key, frozen(value), *where, self.sizes.write(access, frame, o, key))
             for o, key, value in places

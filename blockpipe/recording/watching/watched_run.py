@@ -54,45 +54,6 @@ from .saved_tensors import Activations
 from .watched_cursor import WatchedCursor, passed_over, unreached
 
 
-def looked_at_twice(run: Callable[[bool], Recording]) -> Recording:
-    """Record once, or twice if the forward changes state that several hops see.
-
-    The second run begins with the state that the first one left. So an object that the forward
-    makes once and keeps is no error, and neither is one that it empties before it adds to it.
-
-    Args:
-        run: records without restoring any state; its argument is true the second time.
-    """
-    first = run(False)
-    late_ones = (*first.late_backwards, *first.late_if_packed)
-    is_unsure = first.changes_unseen or any(late.settles for late in late_ones)
-    if not (first.shared_changes or first.collects or first.carried or is_unsure):
-        return first
-    try:
-        second = run(True)
-    except Exception:  # the first run may have left a tensor with a gradient path
-        for late in first.late_backwards:
-            late.compared = late.compared or (late.written if late.settles else None)
-        return first
-    recompute = {change.what for change in second.shared_changes}
-    # In a real run a number may depend on the data, and be equal only for the same sample.
-    lasts = (c for c in first.shared_changes if c.settles and (first.fake or c.is_traced))
-    made_once = [c for c in lasts if c.what not in recompute]
-    first.settles = first.settles or bool(made_once)
-    before = [c for c in first.shared_changes if c not in made_once]
-    again = {value.name for value in second.carried}
-    first.carried = [value for value in first.carried if value.name in again]
-    first.read_between = [read for read in first.read_between if read[0] in again]
-    left = {change.what for change in first.left_for_loss}
-    first.left_for_loss += [c for c in second.left_for_loss if c.what not in left]
-    first.late_if_packed = second.late_if_packed
-    certain = (late for late in first.late_backwards if not late.settles)
-    first.late_backwards = [*certain, *(late for late in second.late_backwards if late.settles)]
-    known = {change.what for change in first.shared_changes}
-    first.shared_changes = before + [c for c in second.shared_changes if c.what not in known]
-    return first
-
-
 @as_ours
 @no_cached_parametrizations()
 def run_watched(

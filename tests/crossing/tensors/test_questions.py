@@ -77,6 +77,64 @@ def test_the_own_micro_batchs_tensor_answers(how: str) -> None:
     assert difference(net, plain, loss, expected).same
 
 
+TABLES: dict[str, tuple[Callable[[int], Tensor], Callable[[Tensor], Any]]] = {
+    "size": (lambda n: torch.ones(1 + n % 5, 3).tril(), lambda t: t.shape[0]),
+    "elements": (lambda n: torch.eye(2 + n % 3), lambda t: t.numel()),
+    "dtype": (lambda n: torch.ones(2, dtype=[torch.float32, torch.float64][n % 2]), ASKS["dtype"]),
+    "in a tuple": (lambda n: torch.zeros(1 + n % 5), lambda t: t.size(0)),
+}
+
+
+class Tables(Net):
+    """The first stage leaves a table that follows from nothing of the micro-batch's."""
+
+    def __init__(self, how: str) -> None:
+        make, ask = TABLES[how]
+        super().__init__(
+            lambda left: ask(left[0]) if how == "in a tuple" else ask(left), waits=True
+        )
+        self.how, self.make, self.n = how, make, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+            self.n += 1
+            table = self.make(self.n)
+            self.left = (table,) if self.how == "in a tuple" else table
+        with bp.Block(stage=1):
+            h = self.b(h)
+        with bp.Block(stage=2):
+            return self.c(h) * (1 + self.ask(self.left))
+
+
+@pytest.mark.cpu("how far the first stage comes is a matter of timing there")
+@pytest.mark.parametrize("how", TABLES)
+def test_an_answer_by_another_micro_batchs_table_is_refused(how: str) -> None:
+    """Attack 19: its values were compared when they were read, and nothing if only the size was."""
+    pipe = bp.Pipeline(Tables(how), devices=stages(3), chunks=4, schedule="gpipe")
+    with pytest.raises(StateError, match=r"belongs to micro-batch|made anew with other values"):
+        _steps(pipe)
+
+
+class SameSizes(Tables):
+    """Its values are other ones each time, its size is not."""
+
+    def __init__(self) -> None:
+        super().__init__("size")
+        self.make = lambda n: torch.full((3, 2), float(n))
+
+
+def test_tables_of_one_size_answer_for_each_other() -> None:
+    net, x = SameSizes(), torch.randn(16, 4)
+    plain = SameSizes()
+    plain.load_state_dict(net.state_dict())
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=4, schedule="gpipe")
+    for _ in range(2):
+        loss = pipe.forward_backward(x, loss_fn=square).loss
+        expected = plain_step(plain, (x,), {}, None, square, 4)
+    assert difference(net, plain, loss, expected).same
+
+
 def test_which_object_a_tensor_is_may_be_asked() -> None:
     """A hash, and where it is, are no values."""
     assert METADATA > ABOUT_VALUES
