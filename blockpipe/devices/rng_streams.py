@@ -209,6 +209,8 @@ def current(sources: Iterable[Source]) -> States:
 
 def is_same_state(state: Any, other: Any) -> bool:
     """Return whether two states of one generator are the same."""
+    if isinstance(state, tuple) and isinstance(state[1], tuple):  # of Python's random
+        return bool(state == other)
     return _bytes_of(state) == _bytes_of(other)
 
 
@@ -304,10 +306,16 @@ class RngStreams:
     Args:
         sources: the sources of all stages.
         microbatches: the number of micro-batches.
+
+    Attributes:
+        others: the sources from which somebody has drawn between the stretches that draw, such as
+            a hop that had never drawn before. Within one nobody can tell.
     """
 
     def __init__(self, sources: Iterable[Source], microbatches: int) -> None:
         self._begin = current(dict.fromkeys(sources))
+        self._left = dict(self._begin)  # where the last stretch has left them
+        self.others: set[Source] = set()
         self._states: list[States] = [{} for _ in range(microbatches)]
         self._drew: set[Source] = set()
         self._drawing: dict[int, list[Source]] = {}
@@ -319,6 +327,7 @@ class RngStreams:
         _take_turn()
         self._drawing[microbatch] = sources  # from here on leave() ends the turn
         states = self._states[microbatch]
+        self._look(sources)
         for source in sources:
             if source not in states:
                 begin = self._begin[source]
@@ -355,9 +364,13 @@ class RngStreams:
             new = tell or source not in self._drew
             if new and _bytes_of(state) != _bytes_of(states[source]):
                 drew.append(source)
-            states[source] = state
+            states[source] = self._left[source] = state
         self._drew.update(drew)
         return drew
+
+    def _look(self, sources: Iterable[Source]) -> None:
+        """Note the generators that have gone on since a stretch that draws has ended."""
+        self.others.update(s for s in sources if not is_same_state(_get(s), self._left[s]))
 
     def abandon(self) -> None:
         """Restore the generators: the step has failed, and counts as if it had not drawn."""
@@ -366,9 +379,12 @@ class RngStreams:
 
     def finish(self) -> None:
         """Set the generators to the states in which the first micro-batch left them."""
+        self._look(self._begin)
         for source, begin in self._begin.items():
             state = self._states[0].get(source, begin)
-            if source in self._drew and _bytes_of(state) == _bytes_of(begin):
-                # Only others have drawn: the next step must not draw the same numbers.
+            is_where_it_was = source in self._drew and is_same_state(state, begin)
+            if is_where_it_was or source in self.others:
+                # Only others have drawn: the next step must not draw the same numbers. Nor may its
+                # numbers follow from timing, as those do that nobody's stream gave.
                 state = derived(source, begin, "the next step")
             _set(source, state)

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
+from .._common.callsite import users_line, warn
 from ..batches.losses import computed_loss
 from ..costs.meter import Meter
 from ..devices.rng_streams import RngStreams, Source, current, moved, sources_of
@@ -25,17 +26,23 @@ class StepRandomness:
     def __init__(self, request: StepRequest) -> None:
         self._prepared = request.prepared
         self._loss_fn, self._loss_kind = request.loss_fn, request.loss_kind
+        count = len(request.microbatches)
+        self._is_one_by_one = self._prepared.runs_inline(request.schedule, count)
         self._is_first = self._prepared.steps == 0
         self.sources = self._sources()
         self._streams: RngStreams | None = None
         if self.any_draws:
-            self._streams = RngStreams(self.all_sources, len(request.microbatches))
+            self._streams = RngStreams(self.all_sources, count)
 
     def _sources(self) -> list[list[Source]]:
         prepared = self._prepared
         if self._is_first:
             return prepared.all_sources
         sources = prepared.sources
+        if self._is_one_by_one and any(sources):
+            # Nobody has to wait for his turn: each hop may draw for the first time.
+            every = list(dict.fromkeys(source for hop in sources for source in hop))
+            sources = [every] * len(sources)
         if not prepared.loss_draws.get(self._loss_kind, self._loss_fn is not None):
             return sources
         of_loss = sources_of(["torch"], prepared.devices[prepared.route[-1]])
@@ -64,8 +71,17 @@ class StepRandomness:
             raise
         if streams is not None:
             streams.finish()
-        elif moved(before):
-            self._prepared.mark_as_random()
+        # Somebody draws that no stream is for: from now on each hop may.
+        drawn = moved(before) if streams is None else streams.others
+        kinds = {source if isinstance(source, str) else "torch" for source in drawn}
+        is_new = [self._prepared.mark_as_random(kind=kind) for kind in sorted(kinds)]
+        if any(is_new) and not self._is_one_by_one:
+            warn(
+                "a stage that had not drawn random numbers before has drawn some (a dropout in a "
+                "branch that the data choose?), or a hook in a backward or another thread, so "
+                "that the numbers of this step depended on timing; from the next step on all "
+                f"forwards take turns, and draw the same numbers in each run ({users_line()})"
+            )
 
     def enter(self, m: int, sources: list[Source]) -> None:
         """A micro-batch begins to draw from its stream; waits for others that draw."""

@@ -20,6 +20,7 @@ from ..devices.digests import Comparisons
 from ..devices.observer import Watch
 from ..preparation.prepared import Prepared
 from .microbatch.kept_values import KeptValues
+from .microbatch.left_kinds import LeftKinds
 from .microbatch.shared_arguments import SharedArguments
 from .microbatch.whole_arguments import WholeArguments
 from .step_mode import mode_of
@@ -70,6 +71,10 @@ class StepState:
         self.written: list[str] = []
         self.mode = mode_of(request, inputs_need_grad=self.inputs_need_grad)
         self.context.constants = None if self.mode.one_by_one else Constants()
+        turning = request.prepared.recording.turning
+        self._kinds: LeftKinds | None = None
+        if turning and not self.mode.one_by_one:
+            self._kinds = LeftKinds(turning, request.prepared.route)
         if request.prepared.steps == 0:
             self.context.comparisons = Comparisons()
             self.context.carried_values = _carried_by(request.prepared)
@@ -80,6 +85,14 @@ class StepState:
             one_by_one=self.mode.in_one_thread and not self.context.has_copies,
         )
         self._roots: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
+
+    def left(self, hop: int, m: int) -> None:
+        """Look at what a micro-batch's forward leaves at the end of a hop, where the next one has
+        not begun there."""
+        if self.kept is not None:
+            self.kept.left(hop, m)
+        if self._kinds is not None:
+            self._kinds.left(hop, m)
 
     def be_on(self, stage: int) -> None:
         """Make a stage's accelerator the current one of this thread."""

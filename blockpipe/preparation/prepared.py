@@ -200,16 +200,15 @@ class Prepared:
         """torch's generators, of the host and of the stages' devices."""
         return list(dict.fromkeys(s for device in self.devices for s in torchs_of(device)))
 
-    def mark_as_random(self, hop: int | None = None, kind: str = "torch") -> None:
-        """Mark a hop as drawing random numbers: from the next step on its forwards take turns.
-
-        Args:
-            hop: the hop; ``None``: it is not known (a dropout that was 0 until now).
-            kind: the kind of generator.
-        """
-        for info in self.recording.hops if hop is None else [self.recording.hops[hop]]:
+    def mark_as_random(self, hop: int | None = None, kind: str = "torch") -> bool:
+        """Mark a hop as drawing random numbers of a kind: from the next step on its forwards take
+        turns. ``None``: which hop is not known. Return whether that is new."""
+        marked = self.recording.hops if hop is None else [self.recording.hops[hop]]
+        is_new = not all(kind in info.draws for info in marked)
+        for info in marked:
             info.draws.add(kind)
         self.__dict__.pop("sources", None)
+        return is_new
 
     def recomputes(self, microbatch: int, microbatches: int) -> bool:
         """Return whether a micro-batch is recomputed where no mark says otherwise."""

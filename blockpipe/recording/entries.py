@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -357,3 +358,26 @@ class CarriedValue:
     where: str
     hops: list[int]
     place: tuple[int, Any] = field(repr=False, compare=False)
+
+
+@dataclass
+class TurningValue:
+    """A place that one hop writes to and another one reads. A tensor in it says which micro-batch
+    it is of, if an operation is given it; whether there is one, nobody says.
+
+    Attributes:
+        name: its name.
+        where: the line that reads it.
+        hops: the hops that write to it.
+        owner: returns what it is in, or ``None`` if that is gone. A copy has no function.
+        key: the name or key in that.
+    """
+
+    name: str
+    where: str
+    hops: list[int]
+    owner: Callable[[], Any] | None = field(repr=False, compare=False)
+    key: Any = field(repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"owner": None}

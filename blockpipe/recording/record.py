@@ -25,9 +25,9 @@ from ..batches.microbatch import BatchPart
 from ..batches.shared_memory import map_sharing
 from ..devices.copies import carry
 from ..devices.devices import is_on_meta
+from ..devices.gathered import gathered
 from ..devices.rng_streams import every_source, preserve_rng
 from ..errors import BlockpipeError, RecordingError
-from ..restoring.gathered import gathered
 from ..restoring.holders import Holder
 from ..restoring.model_state import ModelState, WritesUndone
 from ..restoring.restored_thread import leaves_intact, modes_around

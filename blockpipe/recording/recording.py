@@ -28,6 +28,7 @@ from .entries import (
     OutsideTensor,
     SharedChange,
     TensorInfo,
+    TurningValue,
     Unmarked,
 )
 
@@ -72,6 +73,7 @@ class Recording:
     left_bare: set[str] = field(default_factory=set)  # by name, what it set to no tensor
     tell_themselves: dict[str, SharedChange] = field(default_factory=dict, repr=False)
     """By name, what it set to tensors that another hop reads, which say of which micro-batch."""
+    turning: list[TurningValue] = field(default_factory=list, repr=False)
     left_for_loss: list[SharedChange] = field(default_factory=list)  # tensors, by several hops
     late_backwards: list[LateBackward] = field(default_factory=list)
     late_if_packed: list[LateBackward] = field(default_factory=list)  # by hooks around a step

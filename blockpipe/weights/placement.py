@@ -32,10 +32,10 @@ from .._torch.modules import (
     parameters_of,
 )
 from ..devices.devices import is_asynchronous
+from ..devices.gathered import set_data
 from ..errors import PlanError, UsageError
 from ..recording.plan_resolution import attached_plan
 from ..recording.recording import Recording
-from ..restoring.gathered import set_data
 from ..stages.marks import MARK
 from .shared_places import SharedPlaces
 
@@ -58,7 +58,7 @@ class Placement:
         # The origins of those that were taken out of the model. torch.utils.swap_tensors refuses
         # tensors with weak references, so those in the model have none.
         self._taken_out: list[tuple[weakref.ref[Tensor], torch.device]] = []
-        if len({device for device in devices if is_asynchronous(device)}) > 1:
+        if len({device for device in map(torch.device, devices) if is_asynchronous(device)}) > 1:
             wait_for_all_devices()
 
     def place(self, recording: Recording) -> dict[int, tuple[Tensor, int, int, str]]:

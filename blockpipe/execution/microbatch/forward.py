@@ -68,8 +68,7 @@ class MicrobatchForward:
                 run.on_border = observed_border(run, run.on_border, self._observer)
             with sanitizer if sanitizer is not None else _NOTHING:
                 state.results[m] = self._run_model(run, request.microbatches[m])
-            if state.kept is not None:
-                state.kept.left(run.hop, m)
+            state.left(run.hop, m)
             if self._observer is not None:
                 self._observer.ends("F", run.hop, m)
         except Abandoned:
@@ -89,11 +88,10 @@ class MicrobatchForward:
         self, run: MicrobatchRun, cross: Cross | None, sanitizer: Sanitizer | None
     ) -> Callable[[int, int], None]:
         """What a run does between two hops: let others draw and run, then be on the next stage."""
-        randomness, kept, m = self._state.randomness, self._state.kept, run.microbatch
+        randomness, m = self._state.randomness, run.microbatch
 
         def border(before: int, after: int) -> None:
-            if kept is not None:
-                kept.left(before, m)
+            self._state.left(before, m)
             randomness.leave(m, before)
             if cross is not None:
                 cross(m, before, after)

@@ -170,6 +170,7 @@ class KnownValues:
         for place in (key,) if key is ALL else (key, BY_ARGUMENT):
             known = self.at(owner, place)
             known.is_set(hop, line, calls)
+            known.written_on.add(hop)
             known.is_constant = False
             if again:
                 known.set_again_on.add(hop)
@@ -262,14 +263,15 @@ class KnownValues:
         self._called_on(result.calls)
         self._needed_on(held)
         self._run_on(result.hops)
-        for known in self._values.values():
-            if id(known.owner) in self._ignored:
-                continue
-            if known.is_bare and not self._holds_tensors(known):
-                result.left_bare.add(self._named(known))
+        for known, _, _ in self.each():
             change = self._read_elsewhere(known, reads, result) or self._lost(known, result)
             if change is not None:
                 yield change
+
+    def each(self) -> Iterator[tuple[SharedValue, list[SharedValue], str]]:
+        """Yield the values, each with those that overlap with it, and its name."""
+        listed = (v for v in self._values.values() if id(v.owner) not in self._ignored)
+        yield from ((known, self._of_all(known), self._named(known)) for known in listed)
 
     def note_by_size(
         self, reads: NamesRead, result: Recording, held: Mapping[int, TensorInfo]
@@ -326,8 +328,7 @@ class KnownValues:
         if min(seen) >= 0 and self._tells_itself(known, read_on, result):
             where, what = known.first_read or others[0].first_read, self._named(known)
             if known.is_read_outside:
-                left = shared_change(known, what, read_on, where, _OF_LOSS)
-                result.left_for_loss.append(left)
+                result.left_for_loss += [shared_change(known, what, read_on, where, _OF_LOSS)]
             result.tell_themselves[what] = shared_change(known, what, read_on, where, _REMEDY)
             return None
         name = attribute_of(known.owner, known.key)

@@ -76,6 +76,7 @@ class PendingWrites:
             pending.apart.sets((space_of(pending.owner), pending.key))
         known = self._known.at(pending.owner, pending.key)
         known.is_traced = True
+        known.written_on.add(pending.hop)
         known.is_bare = known.is_bare or made_on is None or pending.may_be_constant
         # On fake tensors the same is the same for all data.
         known.is_fixed = known.is_fixed and pending.is_fixed

@@ -27,6 +27,7 @@ class SharedValue:
     first_write: str = ""
     first_read: str = ""
     set_on: set[int] = field(default_factory=set)
+    written_on: set[int] = field(default_factory=set)  # where code writes, the same value too
     set_again_on: set[int] = field(default_factory=set)  # in the backward, by a checkpoint
     read_on: set[int] = field(default_factory=set)
     counted_on: set[int] = field(default_factory=set)
@@ -76,6 +77,7 @@ class SharedValue:
             first_read=self.first_read or other.first_read,
             first_loss=self.first_loss or other.first_loss,
             set_on=self.set_on | other.set_on,
+            written_on=self.written_on | other.written_on,
             read_on=self.read_on | other.read_on,
             counted_on=self.counted_on | other.counted_on,
             lost_on=self.lost_on | other.lost_on,

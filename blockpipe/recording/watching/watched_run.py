@@ -30,6 +30,7 @@ from ..entries import Hop, Output, SharedChange
 from ..outside.compared_members import TORCHS
 from ..outside.outside_state import OutsideState
 from ..plain_values.evaluation.index_uses import IndexUses
+from ..plain_values.kinds import left_bare, turning_values
 from ..plain_values.shared_values import SharedValues
 from ..plain_values.still_code import Hook, hooks_in, may_set_by
 from ..plain_values.taken_in import made_in, made_since
@@ -322,6 +323,7 @@ def _note_state(
     known.note_by_size(reads, result, recorder.held)
     recorder.sets, recorder.carries = [*known.sets_by_call()], [*known.reads_by_call()]
     result.carried = list(values.known.carried(reads))
+    result.turning, result.left_bare = [*turning_values(known, reads)], left_bare(known)
     result.outside = recorder.outside_tensors.found()
     result.sets, result.changed = {**recorder.outside.sets, **values.sets}, recorder.outside.places
     result.switches = recorder.changes.switches

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 
 import blockpipe as bp
+from blockpipe.devices.gathered import gathered
 from blockpipe.replicas import Replicas
-from blockpipe.restoring.gathered import gathered
 
 from ..parity import assert_same_gradients, plain_step
 from ..stage_devices import assert_close, is_simulated, stages

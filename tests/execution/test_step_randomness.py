@@ -1,0 +1,78 @@
+"""Draws that neither the recording nor the first step has seen."""
+
+import random
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import blockpipe as bp
+from blockpipe.preparation import prepared
+
+from ..stage_devices import stages
+
+LOW, HIGH, Y = -torch.ones(8, 4), torch.ones(8, 4), torch.zeros(8, 3)
+STEPS = (LOW, *[HIGH] * 5)
+
+
+def _dropped(h: Tensor) -> Tensor:
+    return nn.functional.dropout(h, 0.3)
+
+
+def _scaled(h: Tensor) -> Tensor:
+    return h * random.random()
+
+
+class Net(nn.Module):
+    """The last stage always draws, and one before it where the data say so."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+        with bp.Block(stage=1):
+            h = self.b(h)
+            if x.sum() > 0:
+                h = self.draw(h)
+        with bp.Block(stage=2):
+            return self.c(self.draw(h))
+
+
+def _losses(draw: Callable[[Tensor], Tensor], schedule: str) -> list[float]:
+    torch.manual_seed(0)
+    random.seed(0)
+    pipe = bp.Pipeline(Net(draw), devices=stages(3), chunks=4, schedule=schedule)
+    run = pipe.forward_backward
+    losses = [run(x, target=Y, loss_fn=nn.functional.mse_loss).loss.item() for x in STEPS]
+    return [*losses, torch.randn(1).item(), random.random()]
+
+
+@pytest.mark.cpu("whether stages overlap")
+@pytest.mark.parametrize("draw", [_dropped, _scaled])
+def test_one_by_one_all_schedules_draw_the_same(draw, monkeypatch):
+    """Each hop was given the numbers of its micro-batch only if it was known to draw."""
+    monkeypatch.setattr(prepared, "SMALL_HOP", float("inf"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        results = [_losses(draw, schedule) for schedule in ("sequential", "1f1b", "gpipe")]
+    assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.cpu("whether stages overlap")
+@pytest.mark.parametrize("draw", [_dropped, _scaled])
+def test_a_late_draw_is_told_and_later_steps_draw_the_same_in_each_run(draw):
+    """Attack 19: all later steps went on by timing, and nobody was told."""
+    results = []
+    for _ in range(3):
+        with pytest.warns(UserWarning, match="depended on timing; from the next step on") as seen:
+            results.append(_losses(draw, "1f1b"))
+        assert sum("depended on timing" in str(each.message) for each in seen) == 1
+    for other in results[1:]:  # the second step is the late one
+        assert other[0] == results[0][0]
+        assert other[2:] == results[0][2:]

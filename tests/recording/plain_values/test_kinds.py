@@ -1,0 +1,99 @@
+"""What micro-batches leave for another stage beside their tensors: none, or how many."""
+
+import copy
+import random
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import blockpipe as bp
+from blockpipe.errors import StateError
+
+from ...parity import assert_same_gradients, plain_step
+from ...stage_devices import assert_close, stages
+
+LOSS = nn.functional.mse_loss
+
+
+class Leaves(nn.Module):
+    """The first stage leaves something, and the second one asks about it."""
+
+    def __init__(self, make: Callable[..., Any], ask: Callable[..., Any]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.make, self.ask = make, ask
+        self.n, self.left = 0, None
+        self.rng, self.random = np.random.RandomState(2), random.Random(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+            self.n += 1
+            self.left = self.make(self, h.detach())
+        with bp.Block(stage=1):
+            return self.b(h) * self.ask(self.left)
+
+
+ONE_IN_THREE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "count": (lambda s, h: None if s.n % 3 else h, lambda k: 1 + (k is None)),
+    "numpy": (lambda s, h: None if s.rng.rand() < 0.5 else h, lambda k: 1 + (k is None)),
+    "random": (lambda s, h: None if s.random.random() < 0.5 else h, lambda k: 1 + (k is None)),
+    "tuple": (lambda s, h: h if s.n % 3 else (h,), lambda k: 1 + isinstance(k, tuple)),
+    "length": (lambda s, h: [h] * (1 + s.n % 3), len),
+    "keys": (lambda s, h: {"a": h} | ({} if s.n % 3 else {"b": h}), lambda k: 1 + ("b" in k)),
+    "element": (lambda s, h: (h, None if s.n % 3 else h), lambda k: 1 + (k[1] is None)),
+    "number": (lambda s, h: (h, s.n % 3), lambda k: 1 + k[1]),
+    "object": (
+        lambda s, h: types.SimpleNamespace(h=h, last=s.n % 3 == 0),
+        lambda k: 1 + k.last,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ONE_IN_THREE)
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_what_differs_from_one_micro_batch_to_another_is_refused(what: str, schedule: str):
+    """Attack 19: guidance is dropped by a draw, and a later stage asks ``is None``. A recording may
+    see one kind only; a step sees all, whatever the timing."""
+    pipe = bp.Pipeline(Leaves(*ONE_IN_THREE[what]), devices=stages(2), chunks=8, schedule=schedule)
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    with pytest.raises(StateError, match=r"attribute 'left'.* read"):
+        [pipe.forward_backward(x, target=y, loss_fn=LOSS) for _ in range(3)]
+
+
+ALIKE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "none": (lambda s, h: None, lambda k: 1 + (k is None)),
+    "tensor": (lambda s, h: h, lambda k: 1 + (k is None)),
+    "step": (lambda s, h: None if s.n > 8 else h, lambda k: 1 + (k is None)),
+    "length": (lambda s, h: [h, (h, 3)], len),
+    "sizes": (lambda s, h: {"a": h[:, : 1 + s.n % 3]}, len),
+}
+
+
+@pytest.mark.parametrize("what", ALIKE)
+def test_what_all_micro_batches_of_a_step_leave_alike_runs(what: str):
+    net = Leaves(*ALIKE[what])
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=8)
+    for _ in range(2):
+        x, y = torch.randn(8, 8), torch.randn(8, 8)
+        loss = pipe.forward_backward(x, target=y, loss_fn=LOSS).loss
+        assert_close(loss, plain_step(plain, (x,), {}, y, LOSS, 8))
+        assert_same_gradients(net, plain)
+        net.zero_grad()
+        plain.zero_grad()
+
+
+@pytest.mark.parametrize("what", ONE_IN_THREE)
+def test_one_by_one_each_micro_batch_has_its_own(what: str):
+    net = Leaves(*ONE_IN_THREE[what])
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=8, schedule="sequential")
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    loss = pipe.forward_backward(x, target=y, loss_fn=LOSS).loss
+    assert_close(loss, plain_step(plain, (x,), {}, y, LOSS, 8))
