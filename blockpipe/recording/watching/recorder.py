@@ -322,6 +322,7 @@ class Recorder:
     def abandon(self) -> None:
         """Release everything, and end the cycle of the recorder, its run and its cursor."""
         self.run.abandon()
+        self.step.settle()
         self.backward_code.forget()
         del self.outside  # it has met the stand-ins, which hold this
         self.run.place.listener = None
