@@ -198,7 +198,8 @@ class TensorImport:
     # --- tensors of another micro-batch, or step
 
     def _of_another(self, tensor: Tensor, tag: Tag, reads: Reads) -> Tensor:
-        if tag.stage == self._place.stage and not tensor.requires_grad:
+        needs_gradient = tensor.requires_grad and self._step.graphs.differentiable
+        if tag.stage == self._place.stage and not needs_gradient:
             return tensor  # running state: a lane takes the micro-batches in order
         if self._may_share(tensor, tag):
             return self._shared(tensor, tag, reads)
