@@ -71,11 +71,13 @@ class StepRandomness:
             raise
         if streams is not None:
             streams.finish()
-        # Somebody draws that no stream is for: from now on each hop may.
+        # Somebody draws that no stream is for: from now on each hop may. In a first step no hop is
+        # without one.
         drawn = moved(before) if streams is None else streams.others
+        drawn = () if self._is_first else drawn
         kinds = {source if isinstance(source, str) else "torch" for source in drawn}
         is_new = [self._prepared.mark_as_random(kind=kind) for kind in sorted(kinds)]
-        if any(is_new) and not self._is_one_by_one:
+        if any(is_new) and streams is not None and not self._is_one_by_one:
             warn(
                 "a stage that had not drawn random numbers before has drawn some (a dropout in a "
                 "branch that the data choose?), or a hook in a backward or another thread, so "

@@ -256,7 +256,11 @@ class OutsideState:
                 yield change.owner, BY_ARGUMENT, change.replaced_on, change.where
 
     def found(
-        self, result: Recording, reads: NamesRead, read_on: Callable[[Tensor], set[int]]
+        self,
+        result: Recording,
+        reads: NamesRead,
+        read_on: Callable[[Tensor], set[int]],
+        traced_on: Callable[[Any, Any], set[int] | None],
     ) -> Iterator[SharedChange]:
         """Yield the changes that micro-batches under way at once would make for each other.
 
@@ -264,6 +268,8 @@ class OutsideState:
             result: the recording, with its hops and calls.
             reads: the names that the user's code reads.
             read_on: returns the hops that read a tensor.
+            traced_on: returns the hops on which traced code reads what is at a place; ``None``:
+                other code may, too.
         """
         if len(result.hops) < 2:
             return
@@ -271,7 +277,9 @@ class OutsideState:
         for change in self._changes.values():
             may_be_read = change.is_shared
             if change.path is not None:  # calls of its module read it, or code that holds that
-                may_be_read = not on.get(change.path, {-1}) <= change.hops
+                called = on.get(change.path, {-1})
+                traced = traced_on(change.owner, change.key)
+                may_be_read = not (called if traced is None else traced) <= change.hops
             if id(change.owner) in self._slots:
                 used_on = set[int]().union(*map(read_on, _tensors_in(change.first)))
                 may_be_read = not used_on <= change.hops

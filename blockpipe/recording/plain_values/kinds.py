@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..entries import TurningValue
-from ..reads import NamesRead
+from ..reads import NamesRead, libraries_code_reads
 from .evaluation.members import ALL, UNKNOWN, member_of
 from .known_values import KnownValues
 from .places import attribute_of, has_tensors
@@ -41,6 +41,21 @@ def turning_values(known: KnownValues, names: NamesRead) -> Iterator[TurningValu
         if writes and len(writes | {hop for hop in reads if hop >= 0}) > 1 and reads:
             where = next(each.first_read for each in (value, *others) if each.first_read)
             yield TurningValue(name, where, hops_of(writes), _held(value.owner), value.key)
+
+
+def traced_on(known: KnownValues, owner: Any, key: Any) -> set[int] | None:
+    """Return the hops on which traced code reads what it sets at a place; ``None`` where other
+    code may do either.
+
+    Args:
+        known: the values that the forward has read and set, at its end.
+        owner: the object.
+        key: the name or key in it.
+    """
+    value = known.found_at(owner, key)
+    if value is None or not value.is_traced or libraries_code_reads(type(owner), key):
+        return None
+    return value.read_on
 
 
 def left_bare(known: KnownValues) -> set[str]:

@@ -30,7 +30,7 @@ from ..entries import Hop, Output, SharedChange
 from ..outside.compared_members import TORCHS
 from ..outside.outside_state import OutsideState
 from ..plain_values.evaluation.index_uses import IndexUses
-from ..plain_values.kinds import left_bare, turning_values
+from ..plain_values.kinds import left_bare, traced_on, turning_values
 from ..plain_values.shared_values import SharedValues
 from ..plain_values.still_code import Hook, hooks_in, may_set_by
 from ..plain_values.taken_in import made_in, made_since
@@ -315,7 +315,7 @@ def _note_state(
         result.changes_unseen |= not values.traces
     result.shared_changes = [
         *recorder.changes.found(result, recorder.held, reads, read_on),
-        *recorder.outside.found(result, reads, read_on),
+        *recorder.outside.found(result, reads, read_on, partial(traced_on, known)),
         *recorder.outside_tensors.shared(),
         *known.found(reads, result, recorder.held),
         *recorder.backward_code.read_by_libraries(model, result),

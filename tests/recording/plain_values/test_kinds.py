@@ -97,3 +97,37 @@ def test_one_by_one_each_micro_batch_has_its_own(what: str):
     x, y = torch.randn(8, 8), torch.randn(8, 8)
     loss = pipe.forward_backward(x, target=y, loss_fn=LOSS).loss
     assert_close(loss, plain_step(plain, (x,), {}, y, LOSS, 8))
+
+
+class ForAWhile(nn.Module):
+    """The second stage alone turns a flag on, and off again."""
+
+    def __init__(self, *, reads_elsewhere: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.fast, self.reads = nn.Linear(8, 8), nn.Linear(8, 8), False, False
+        self.reads = reads_elsewhere
+
+    def act(self, h: Tensor) -> Tensor:
+        return h.sin() if self.fast else h.cos()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.act(self.a(x)) if self.reads else self.a(x)
+        with bp.Block(stage=1):
+            before, self.fast = self.fast, True
+            h = self.act(h)
+            self.fast = before
+            return self.b(h)
+
+
+def test_what_one_stage_sets_for_a_while_and_alone_reads_runs():
+    """It was refused, as the whole model is called on both stages."""
+    net, x, y = ForAWhile(reads_elsewhere=False), torch.randn(8, 8), torch.randn(8, 8)
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    loss = pipe.forward_backward(x, target=y, loss_fn=LOSS).loss
+    assert_close(loss, plain_step(plain, (x,), {}, y, LOSS, 4))
+    with pytest.raises(StateError, match="attribute 'fast' of the model"):
+        bp.Pipeline(ForAWhile(reads_elsewhere=True), devices=stages(2), chunks=4).forward_backward(
+            x, target=y, loss_fn=LOSS
+        )
