@@ -73,8 +73,8 @@ class StepRandomness:
             streams.finish()
         # Somebody draws that no stream is for: from now on each hop may. In a first step no hop is
         # without one.
-        drawn = moved(before) if streams is None else streams.others
-        drawn = () if self._is_first else drawn
+        others = streams.others if streams is not None else {*moved(before)}
+        drawn = set[Source]() if self._is_first else others
         kinds = {source if isinstance(source, str) else "torch" for source in drawn}
         is_new = [self._prepared.mark_as_random(kind=kind) for kind in sorted(kinds)]
         if any(is_new) and streams is not None and not self._is_one_by_one:

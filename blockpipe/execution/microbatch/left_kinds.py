@@ -3,8 +3,9 @@
 from collections.abc import Hashable, Sequence
 
 from ...errors import StateError
+from ...preparation.watched.seen import content_beside_tensors
 from ...recording.entries import TurningValue
-from ...recording.plain_values.kinds import in_words, kind_of
+from ...recording.plain_values.kinds import in_words, value_at
 
 
 class LeftKinds:
@@ -21,7 +22,7 @@ class LeftKinds:
             for hop in value.hops:
                 self._by_hop.setdefault(hop, []).append(value)
         self._route = route
-        self._first: dict[tuple[int, int], tuple[int, Hashable]] = {}  # by hop and index
+        self._first: dict[tuple[int, int], tuple[int, Hashable, str]] = {}  # by hop and index
 
     def left(self, hop: int, m: int) -> None:
         """Compare what a micro-batch's forward leaves at the end of a hop.
@@ -29,14 +30,15 @@ class LeftKinds:
         Raises:
             StateError: it is of another kind than that of a micro-batch before.
         """
-        for index, value in enumerate(self._by_hop.get(hop, ())):
-            kind = kind_of(value)
-            earlier, then = self._first.setdefault((hop, index), (m, kind))
-            if kind != then:
+        for index, place in enumerate(self._by_hop.get(hop, ())):
+            value = value_at(place)
+            now, words = content_beside_tensors(value), in_words(value)
+            earlier, then, before = self._first.setdefault((hop, index), (m, now, words))
+            if now != then:
+                other = "another one" if words == before else words
                 raise StateError(
-                    f"the forward sets {value.name} on stage {self._route[hop]} to "
-                    f"{in_words(then)} for micro-batch {earlier} and to {in_words(kind)} for "
-                    f"micro-batch {m}, and another stage reads it ({value.where}): which one it "
-                    "finds would depend on timing; pass it along as an argument, or use "
-                    "schedule='sequential'"
+                    f"the forward sets {place.name} on stage {self._route[hop]} to {before} for "
+                    f"micro-batch {earlier} and to {other} for micro-batch {m}, and another stage "
+                    f"reads it ({place.where}): which one it finds would depend on timing; pass it "
+                    "along as an argument, or use schedule='sequential'"
                 )

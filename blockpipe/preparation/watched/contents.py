@@ -25,7 +25,7 @@ from ...restoring.holders import attributes_of, content_of_cell
 from ...restoring.model_state import is_users, slot_members
 
 _MOST_MEMBERS = 1_000  # of a container; a larger one is compared by its identity and its length
-_MOST_BYTES = 65_536  # of an array, likewise
+MOST_BYTES = 65_536  # of an array, likewise
 _MOST_OBJECTS = 20_000
 _MOST_NESTED = 30
 _PLAIN = frozenset([bool, int, float, complex, str, bytes, type(None)])
@@ -139,7 +139,7 @@ class Contents:
         if kind is slice:
             return kind, self._each((value.start, value.stop, value.step))
         if is_data(value):
-            if value.nbytes > _MOST_BYTES:
+            if value.nbytes > MOST_BYTES:
                 return self._same(value)
             return kind, str(value.dtype), value.shape, value.tobytes()
         if _has_attributes(kind):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ...restoring.holders import content_of_cell
 from ...restoring.model_state import is_users
-from .contents import Contents, is_data
+from .contents import MOST_BYTES, Contents, is_data
 
 MOST_IN_ORDER = 32  # of a list, a tuple or a set
 UNSET = object()
@@ -167,6 +167,17 @@ def _described(data: Any) -> Described:
 def content(value: Any) -> Hashable:
     """Return the content of a container or an object, without the values of tensors."""
     return Contents(None, data=_described).of(value)
+
+
+def content_beside_tensors(value: Any) -> Hashable:
+    """Return the content of a value, in which a tensor is a tensor, and an array its values."""
+    return Contents(None, data=_alone).of(value)
+
+
+def _alone(data: Any) -> Hashable:
+    if isinstance(data, Tensor):
+        return type(data), data.is_meta
+    return str(data.dtype), data.shape, data.tobytes() if data.nbytes <= MOST_BYTES else id(data)
 
 
 def is_plain(value: Any) -> bool:

@@ -7,11 +7,10 @@ recording sees one kind of value, or two. So steps look whether all micro-batche
 """
 
 import weakref
-from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..entries import TurningValue
 from ..reads import NamesRead, libraries_code_reads
@@ -20,9 +19,7 @@ from .known_values import KnownValues
 from .places import attribute_of, has_tensors
 from .values import hops_of
 
-_MOST_MEMBERS = 256  # of a container; a larger one counts by its length
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_CONTAINERS = (list, tuple, deque, Set)
+_CONTAINERS = (list, tuple, dict, set, str)
 
 
 def turning_values(known: KnownValues, names: NamesRead) -> Iterator[TurningValue]:
@@ -75,41 +72,19 @@ def _held(owner: Any) -> Callable[[], Any]:
         return lambda: owner
 
 
-def kind_of(value: TurningValue) -> Hashable:
-    """Return the kind of what is at a place, to be compared with another micro-batch's."""
-    owner = None if value.owner is None else value.owner()
-    if owner is None:
-        return None
-    return _kind(owner if value.key is ALL else member_of(owner, value.key), 0)
+def value_at(place: TurningValue) -> Any:
+    """Return what is at a place now."""
+    owner = None if place.owner is None else place.owner()
+    return owner if place.key is ALL or owner is None else member_of(owner, place.key)
 
 
-def in_words(kind: Hashable) -> str:
-    """Return a kind for a message."""
-    name, inside = kind if isinstance(kind, tuple) else (kind, None)
-    return str(name) if inside is None else f"{name} of {len(inside)}"
-
-
-def _kind(value: Any, depth: int) -> Hashable:
+def in_words(value: Any) -> str:
+    """Return a value for a message."""
     if value is UNKNOWN:
         return "nothing"
     if isinstance(value, Tensor):
         return "a tensor"
-    if isinstance(value, _PLAIN):
+    if isinstance(value, bool | int | float | complex | None):
         return repr(value)
     name = f"a {type(value).__name__}"
-    members: Any = None
-    if isinstance(value, Mapping):
-        members = dict(value)
-    elif isinstance(value, _CONTAINERS):
-        members = dict(enumerate(value)) if not isinstance(value, Set) else dict.fromkeys(value)
-    elif not isinstance(value, nn.Module | type) and has_tensors(value):
-        members = vars(value)
-    if members is None or depth > 2:
-        return name
-    if len(members) > _MOST_MEMBERS:
-        return name, (len(members),)
-    return name, tuple((_key(key), _kind(inner, depth + 1)) for key, inner in members.items())
-
-
-def _key(key: Any) -> Hashable:
-    return key if isinstance(key, str | int | bool | float | tuple | None) else id(key)
+    return f"{name} of {len(value)}" if isinstance(value, _CONTAINERS) else name

@@ -1,6 +1,7 @@
 """What micro-batches leave for another stage beside their tensors: none, or how many."""
 
 import copy
+import enum
 import random
 import types
 from collections.abc import Callable
@@ -18,6 +19,10 @@ from ...parity import assert_same_gradients, plain_step
 from ...stage_devices import assert_close, stages
 
 LOSS = nn.functional.mse_loss
+
+
+class Mode(enum.Enum):
+    SHORT, LONG = 1, 2
 
 
 class Leaves(nn.Module):
@@ -48,6 +53,16 @@ ONE_IN_THREE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "keys": (lambda s, h: {"a": h} | ({} if s.n % 3 else {"b": h}), lambda k: 1 + ("b" in k)),
     "element": (lambda s, h: (h, None if s.n % 3 else h), lambda k: 1 + (k[1] is None)),
     "number": (lambda s, h: (h, s.n % 3), lambda k: 1 + k[1]),
+    "enum": (lambda s, h: (h, Mode(1 + (s.n % 3 == 0))), lambda k: k[1].value),
+    "scalar": (lambda s, h: {"h": h, "n": np.int64(s.n % 3)}, lambda k: 1 + float(k["n"])),
+    "array": (lambda s, h: {"h": h, "n": np.arange(2) * (s.n % 3)}, lambda k: 1 + float(k["n"][1])),
+    "plan": (lambda s, h: (h, types.SimpleNamespace(n=s.n % 3)), lambda k: 1 + k[1].n),
+    "function": (lambda s, h: (h, int if s.n % 3 else abs), lambda k: k[1](-1.0)),
+    "closure": (lambda s, h: (h, lambda n=s.n % 3: 1 + n), lambda k: k[1]()),
+    "dtype": (
+        lambda s, h: (h, torch.float64 if s.n % 3 else torch.float32),
+        lambda k: torch.finfo(k[1]).bits,
+    ),
     "object": (
         lambda s, h: types.SimpleNamespace(h=h, last=s.n % 3 == 0),
         lambda k: 1 + k.last,
@@ -71,6 +86,10 @@ ALIKE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "tensor": (lambda s, h: h, lambda k: 1 + (k is None)),
     "step": (lambda s, h: None if s.n > 8 else h, lambda k: 1 + (k is None)),
     "length": (lambda s, h: [h, (h, 3)], len),
+    "objects": (
+        lambda s, h: {"h": h, "n": types.SimpleNamespace(h=h, n=[1]), "f": lambda: 2, "m": s.a},
+        lambda k: len(k) + k["f"](),
+    ),
     "sizes": (lambda s, h: {"a": h[:, : 1 + s.n % 3]}, len),
 }
 
