@@ -15,6 +15,7 @@ from torch import Tensor
 from .._common.callsite import users_line
 from .._common.nested import tensors
 from .._common.threads.thread_state import ours
+from .._torch.collectives import is_collective, made_alone
 from .._torch.modes import DispatchMode
 from .._torch.tensors import OpOverload, reads_memory, schema_of, written_by
 from .work import Work, seen, size_of
@@ -60,6 +61,10 @@ class Meter(DispatchMode):
         writing: called before each operation with the tensors that it says it writes to.
         fills: called before each operation that writes to a tensor after autograd has saved it.
         reading: called with the tensors that an operation is given, unless it only looks at them.
+
+    Attributes:
+        gathers: called for each operation that several processes make together; returns whether to
+            leave it out here, and to go on with what this process has. ``None``: they are made.
     """
 
     supports_higher_order_operators = True
@@ -84,6 +89,7 @@ class Meter(DispatchMode):
         self.writing = writing
         self.fills = fills
         self.reading = reading
+        self.gathers: Callable[[], bool] | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -110,7 +116,8 @@ class Meter(DispatchMode):
             self.given(tensors((args, kwargs)))
         if self.reading is not None and reads_memory(func):
             self.reading(tensors((args, kwargs)))
-        result = func(*args, **kwargs)
+        is_alone = self.gathers is not None and is_collective(func) and self.gathers()
+        result = made_alone(func, args, kwargs) if is_alone else func(*args, **kwargs)
         if func is _aten.mkldnn_rnn_layer.default:
             result = _with_workspace(result, *args)
         computes = isinstance(result, Tensor | tuple | list)  # no question, such as for a device

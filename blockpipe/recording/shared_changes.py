@@ -88,6 +88,8 @@ _LOCAL = f"keep it in a local variable, {OWN_MODULE}"
 _DETACH = "detach tensors that must get no gradient instead"
 _LEAVE_OUT = "leave it out, because the results are the same without the cache"
 _ON_ONE_STAGE = "compute everything that has tangents on one stage"
+# Each process makes them in the order of its own threads, and the n-th meets the others' n-th.
+_ORDER, _TOGETHER = "the order of collectives", "make all of them on one stage"
 _REMEDIES = {_CACHED: _LEAVE_OUT, _FORWARD_MODE: _ON_ONE_STAGE}
 _LEAVE = "enter it by 'with'"  # where the next micro-batch would begin with it
 _AROUND = "change it around the whole step instead"
@@ -124,6 +126,7 @@ class SharedChanges:
         self._at_first: set[tuple[str, str]] = set()  # the ones changed in a module's first call
         self._toggled: dict[int, str] = {}  # id of a parameter: the line
         self._switched: dict[str, tuple[set[int], str]] = {}  # the hops, and the first line
+        self._collectives: dict[int, str] = {}  # by hop, the first line
         self._lent: dict[tuple[int, int], _Lent] = {}  # by the ids of a module and a tensor
 
     def at_call(self, path: str, module: nn.Module) -> None:
@@ -152,6 +155,10 @@ class SharedChanges:
         for name, value in now.items():
             if value != self._switches[name] and name not in of_none:
                 self._switched.setdefault(name, (set(), users_line()))[0].add(hop)
+
+    def at_collective(self, hop: int) -> None:
+        """Note an operation that several processes make together."""
+        self._collectives.setdefault(max(hop, 0), users_line())
 
     def at_function(self, function: object, args: tuple[Any, ...]) -> None:
         """Note a torch function that changes whether a parameter gets a gradient."""
@@ -229,6 +236,10 @@ class SharedChanges:
                     f"{name}.requires_grad", f"reads {name!r}", held[key].hops, line, _DETACH
                 )
         yield from self._shared_when_lent(result, read_on)
+        if len({result.hops[hop].stage for hop in self._collectives}) > 1:
+            line = next(iter(self._collectives.values()))
+            of_hops = sorted(self._collectives)
+            yield SharedChange(_ORDER, "makes them", of_hops, line, _TOGETHER)
         if len(result.hops) > 1:
             if autocast_states() != self._autocast:
                 on_all = [*range(len(result.hops))]

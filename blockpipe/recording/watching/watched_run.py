@@ -171,6 +171,7 @@ def _run(model: nn.Module, inputs: Any, recorder: Recorder, values: SharedValues
     """Call the model while all watchers run, and return its output."""
     args, kwargs = inputs
     meter = Meter(recorder.costs.spent, recorder.costs.waited, *_told_below(recorder))
+    meter.gathers = partial(_gathers, recorder)
     about, modules = f"recording {recorder.result.model}", sum(1 for _ in model.modules())
     with Progress(about, modules, "module calls") as recorder.calls.progress:
         with (
@@ -188,6 +189,13 @@ def _run(model: nn.Module, inputs: Any, recorder: Recorder, values: SharedValues
             for tensor in tensors(output):
                 recorder.run.newest(tensor)
     return output
+
+
+def _gathers(recorder: Recorder) -> bool:
+    """Note a collective; return whether to leave it out. Other processes may not record now, and
+    fake tensors make none."""
+    recorder.changes.at_collective(recorder.hop)
+    return not recorder.result.fake
 
 
 def _told_below(recorder: Recorder) -> tuple[Callable[..., None], ...]:
