@@ -368,7 +368,7 @@ class TurningValue:
     Attributes:
         name: its name.
         where: the line that reads it.
-        hops: the hops that write to it.
+        hops: those that write to it, and those that read it behind them.
         owner: returns what it is in, or ``None`` if that is gone. A copy has no function.
         key: the name or key in that.
     """

@@ -37,8 +37,8 @@ class LeftKinds:
             if now != then:
                 other = "another one" if words == before else words
                 raise StateError(
-                    f"the forward sets {place.name} on stage {self._route[hop]} to {before} for "
-                    f"micro-batch {earlier} and to {other} for micro-batch {m}, and another stage "
+                    f"the forward leaves {place.name} on stage {self._route[hop]} as {before} for "
+                    f"micro-batch {earlier} and as {other} for micro-batch {m}, and another stage "
                     f"reads it ({place.where}): which one it finds would depend on timing; pass it "
                     "along as an argument, or use schedule='sequential'"
                 )

@@ -37,7 +37,9 @@ def turning_values(known: KnownValues, names: NamesRead) -> Iterator[TurningValu
         reads = value.read_on.union(*(other.read_on for other in others))
         if writes and len(writes | {hop for hop in reads if hop >= 0}) > 1 and reads:
             where = next(each.first_read for each in (value, *others) if each.first_read)
-            yield TurningValue(name, where, hops_of(writes), _held(value.owner), value.key)
+            # A stage in between may complete an object that it finds there.
+            looks = writes | {hop for hop in reads if hop > min(writes)}
+            yield TurningValue(name, where, hops_of(looks), _held(value.owner), value.key)
 
 
 def traced_on(known: KnownValues, owner: Any, key: Any) -> set[int] | None:

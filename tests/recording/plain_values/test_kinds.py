@@ -150,3 +150,40 @@ def test_what_one_stage_sets_for_a_while_and_alone_reads_runs():
         bp.Pipeline(ForAWhile(reads_elsewhere=True), devices=stages(2), chunks=4).forward_backward(
             x, target=y, loss_fn=LOSS
         )
+
+
+class Completes(nn.Module):
+    """The first stage leaves an object with a tensor, the second one completes it, the third one
+    asks for what it has got."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.what, self.n = what, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.layers[0](x)
+            self.context = types.SimpleNamespace(h=h.detach(), mask=None, repeat=0, more=[])
+        with bp.Block(stage=1):
+            h = self.layers[1](h)
+            self.n += 1
+            if self.what == "none" and self.n % 3:
+                self.context.mask = h.detach()
+            if self.what == "number":
+                self.context.repeat = self.n % 3
+            if self.what == "length" and self.n % 3:
+                self.context.more.append(h.detach())
+        with bp.Block(stage=2):
+            found = self.context
+            scale = 1 + (found.mask is None) + found.repeat + len(found.more)
+            return self.layers[2](h) * scale
+
+
+@pytest.mark.parametrize("what", ["none", "number", "length"])
+def test_what_a_stage_in_between_completes_is_refused(what: str):
+    """Attack 20: the first stage left the same for all micro-batches."""
+    pipe = bp.Pipeline(Completes(what), devices=stages(3), chunks=8)
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    with pytest.raises(StateError, match=r"attribute '(context|mask|repeat|more)'|a list"):
+        [pipe.forward_backward(x, target=y, loss_fn=LOSS) for _ in range(3)]
