@@ -7,29 +7,34 @@ recording sees one kind of value, or two. So steps look whether all micro-batche
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 from torch import Tensor
 
 from ..entries import TurningValue
 from ..reads import NamesRead, libraries_code_reads
-from .evaluation.members import ALL, UNKNOWN, member_of
+from .evaluation.members import ALL, UNKNOWN, Names, member_of
 from .known_values import KnownValues
-from .places import attribute_of, has_tensors
+from .places import attribute_of, has_tensors, space_of
 from .values import hops_of
 
 _CONTAINERS = (list, tuple, dict, set, str)
 
 
-def turning_values(known: KnownValues, names: NamesRead) -> Iterator[TurningValue]:
+def turning_values(
+    known: KnownValues, names: NamesRead, first: Container[int]
+) -> Iterator[TurningValue]:
     """Yield the places of a recorded forward that one hop writes to and another one reads.
 
     Args:
         known: the values that the forward has read and set, at its end.
         names: the names that the user's code reads.
+        first: the ids of the objects that were there before.
     """
     for value, others, name in known.each():
+        if not (isinstance(value.owner, Names | type) or space_of(value.owner) in first):
+            continue  # each micro-batch makes its own
         place = attribute_of(value.owner, value.key)
         if place is not None and not value.is_read_outside and names.is_unread(*place):
             continue

@@ -103,7 +103,7 @@ class SharedValues:
     ) -> None:
         self._hop, self._call = hop, call
         self._lasting = {id(holder.owner) for holder in holders} | {*map(id, modules.values())}
-        self._first = frozenset(self._lasting)
+        self.first = frozenset(self._lasting)
         self._objects = owners_by_space(holders, modules.values())
         self._lasting.update(names := names_of(modules))
         self._objects[id(os.environ)] = variables = os.environ._data  # type: ignore[attr-defined]
@@ -438,7 +438,7 @@ class SharedValues:
         """The objects that were there before and that traced code sets: by id, in words."""
         functions = (f for same in self._functions.values() for f in same)
         cells = {id(cell) for f in functions for cell in f.__closure__ or ()}
-        return self.known.sets(self._first | cells)
+        return self.known.sets(self.first | cells)
 
     def check(self) -> None:
         """Raise :class:`RecordingError` if the forward does what a recording cannot put back, or

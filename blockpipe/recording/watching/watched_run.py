@@ -331,7 +331,8 @@ def _note_state(
     known.note_by_size(reads, result, recorder.held)
     recorder.sets, recorder.carries = [*known.sets_by_call()], [*known.reads_by_call()]
     result.carried = list(values.known.carried(reads))
-    result.turning, result.left_bare = [*turning_values(known, reads)], left_bare(known)
+    result.turning = [*turning_values(known, reads, values.first)]
+    result.left_bare = left_bare(known)
     result.outside = recorder.outside_tensors.found()
     result.sets, result.changed = {**recorder.outside.sets, **values.sets}, recorder.outside.places
     result.switches = recorder.changes.switches
