@@ -16,6 +16,7 @@ from .._common.callsite import users_line
 from .._common.nested import tensors
 from .._common.threads.thread_state import ours
 from .._torch.collectives import is_collective, made_alone
+from .._torch.custom_operators import body_of
 from .._torch.modes import DispatchMode
 from .._torch.tensors import OpOverload, reads_memory, schema_of, written_by
 from .work import Work, seen, size_of
@@ -65,6 +66,7 @@ class Meter(DispatchMode):
     Attributes:
         gathers: called for each operation that several processes make together; returns whether to
             leave it out here, and to go on with what this process has. ``None``: they are made.
+        computes: called with the function by which an operator of the user's computes.
     """
 
     supports_higher_order_operators = True
@@ -90,6 +92,7 @@ class Meter(DispatchMode):
         self.fills = fills
         self.reading = reading
         self.gathers: Callable[[], bool] | None = None
+        self.computes: Callable[[Callable[..., Any]], None] | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -116,6 +119,8 @@ class Meter(DispatchMode):
             self.given(tensors((args, kwargs)))
         if self.reading is not None and reads_memory(func):
             self.reading(tensors((args, kwargs)))
+        if self.computes is not None and (body := body_of(func)) is not None:
+            self.computes(body)
         is_alone = self.gathers is not None and is_collective(func) and self.gathers()
         result = made_alone(func, args, kwargs) if is_alone else func(*args, **kwargs)
         if func is _aten.mkldnn_rnn_layer.default:

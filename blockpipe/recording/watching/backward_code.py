@@ -68,10 +68,13 @@ class BackwardCode:
     Attributes:
         called: the functions, in the order in which they were handed over.
         around: the hooks on saved tensors that were on around the forward; ``None``: none were.
+        operators: the functions of the user's operators, each with a hop in whose forward it is
+            called: on fake tensors they do not run either.
     """
 
     def __init__(self) -> None:
         self.called: list[CalledInBackward] = []
+        self.operators: dict[tuple[int, int], tuple[Callable[..., Any], int]] = {}
         self.around: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self._known: set[tuple[Any, ...]] = set()
         self._ambient: Any = None  # the hooks on saved tensors while the forward runs
@@ -212,6 +215,10 @@ class BackwardCode:
                     where = f"{code.co_filename}:{code.co_firstlineno}"
                     seen = "reads it in a backward"
                     yield SharedChange(changed[name], seen, [hop], where, _BETWEEN, settles=True)
+
+    def computes(self, function: Callable[..., Any], hop: int) -> None:
+        """Note the function by which an operator of the user's computes on a hop."""
+        self.operators[id(function), hop] = function, hop
 
     def forget(self) -> None:
         """Release the graph that the functions' contexts are in."""

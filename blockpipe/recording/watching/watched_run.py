@@ -172,6 +172,7 @@ def _run(model: nn.Module, inputs: Any, recorder: Recorder, values: SharedValues
     args, kwargs = inputs
     meter = Meter(recorder.costs.spent, recorder.costs.waited, *_told_below(recorder))
     meter.gathers = partial(_gathers, recorder)
+    meter.computes = lambda body: recorder.backward_code.computes(body, max(recorder.hop, 0))
     about, modules = f"recording {recorder.result.model}", sum(1 for _ in model.modules())
     with Progress(about, modules, "module calls") as recorder.calls.progress:
         with (
@@ -221,8 +222,13 @@ def _note_backwards(request: RecordRequest, recorder: Recorder, output: Any) -> 
 
 
 def _note_code_beside(request: RecordRequest, recorder: Recorder, values: SharedValues) -> None:
-    """Write down what the code that autograd calls sets and reads in the backwards of hops, and
-    that of the loss on the last one."""
+    """Write down what the code that autograd calls sets and reads in the backwards of hops, that
+    of the user's operators, and that of the loss on the last one."""
+    operators = [*recorder.backward_code.operators.values()]
+    for body, hop in operators:
+        values.runs_beside(body, None, hop, lasts=True)
+    if not values.traces:
+        recorder.result.changes_unseen = may_set_by(body for body, _ in operators)
     if recorder.step.graphs.differentiable:
         hooks = {(id(one.function), one.name): one for one in request.hooks}
         for added in hooks_in(request.model):  # by the forward
@@ -242,7 +248,7 @@ def _note_code_beside(request: RecordRequest, recorder: Recorder, values: Shared
                 values.runs_beside(pack, None, hop, lasts=True)
                 values.runs_beside(unpack, None, back(hop), lasts=True)
         if not values.traces:  # the second run traces the reads of what these set
-            recorder.result.changes_unseen = may_set_by(one.function for one in called)
+            recorder.result.changes_unseen |= may_set_by(one.function for one in called)
         _note_late(recorder, values)
     if request.loss_fn is not None:
         values.runs_beside(request.loss_fn, None, max(recorder.hop, 0))
