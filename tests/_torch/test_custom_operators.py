@@ -1,7 +1,5 @@
 """Operators that users write in Python: on fake tensors their bodies do not run."""
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -59,7 +57,8 @@ def test_state_of_an_operator_on_two_stages_is_refused():
 @pytest.mark.parametrize("operators", [(doubled, doubled), (doubled, delayed)])
 def test_operators_that_share_nothing_run(operators):
     net, x = Net(*operators), torch.randn(8, 4)
-    plain = copy.deepcopy(net)
+    plain = Net(*operators)  # operators cannot be copied
+    plain.load_state_dict(net.state_dict())
     losses = []
     for _ in range(2):
         SCALE["most"] = 1.0
