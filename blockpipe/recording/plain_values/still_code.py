@@ -47,7 +47,8 @@ _MOST_CALLS = 50  # of one hook, and of what that calls: a guess
 _MOST_TURNS = 32  # of one loop: a guess
 _MOST_FRAMES = 200  # of one function, in the turns of all its loops together: a guess
 _NUMBERS = (bool, int, float, str, type(None))
-_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_CACHES = functools._lru_cache_wrapper
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, _CACHES)
 
 
 class StillFrame:
@@ -213,7 +214,8 @@ def frames_of(function: Callable[..., Any], given: object = None) -> Iterator[St
                 passed.add(id(called))
                 todo += [(inner, arguments) for inner in _wrapped_by(called)]
             continue
-        key = id(called.__code__), *map(id, arguments)
+        # Two functions of one decorator are around others.
+        key = id(called.__code__), *map(id, called.__closure__ or ()), *map(id, arguments)
         if key in seen:
             continue
         first = _still(called, arguments, is_first=not seen)
@@ -249,6 +251,8 @@ def _behind(called: Any, arguments: tuple[Any, ...]) -> Iterator[tuple[Any, tupl
             yield from ((hook, (called,)) for of in hooks for hook in of.values())
     elif isinstance(called, staticmethod):
         yield called.__func__, arguments
+    elif isinstance(called, _CACHES):
+        yield called.__wrapped__, arguments
     elif isinstance(called, types.MethodType):
         yield called.__func__, (called.__self__, *arguments)
     elif not isinstance(called, type):
@@ -266,6 +270,10 @@ def _wrapped_by(function: types.FunctionType) -> Iterator[Any]:
             inner = custom_backward_of(inner) or inner
             if isinstance(inner, _FUNCTIONS):
                 yield inner
+    # functools.singledispatch has one for each class.
+    registered = getattr(function, "registry", None)
+    if isinstance(registered, Mapping):
+        yield from (each for each in registered.values() if isinstance(each, _FUNCTIONS))
 
 
 def _still(

@@ -341,3 +341,54 @@ def test_a_function_is_looked_at_in_a_few_turns_of_its_loops(
     """A turn with a member that is not known was no turn, so that it was turned for ever; and
     loops that follow each other multiplied."""
     assert len([*itertools.islice(frames_of(hook), 1_000)]) <= most
+
+
+def _weighted(weight: float, term: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda outputs, target: weight * term(outputs, target)
+
+
+def _total(*terms: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda outputs, target: sum(term(outputs, target) for term in terms)  # type: ignore[return-value]
+
+
+class Levels(Net):
+    """Leaves a plain number for the loss."""
+
+    level = 0.0
+
+    def first(self, h: Tensor) -> Tensor:
+        self.level = float(h.detach().abs().max())
+        return h
+
+
+def _by_level(net: Levels) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda outputs, target: mse_loss(outputs, target) / net.level
+
+
+def _cached(net: Levels) -> Callable[[Tensor, Tensor], Tensor]:
+    level = functools.lru_cache(None)(lambda _: net.level)
+    return lambda outputs, target: mse_loss(outputs, target) / level(0)
+
+
+def _dispatched(net: Levels) -> Callable[[Tensor, Tensor], Tensor]:
+    loss = functools.singledispatch(mse_loss)
+    loss.register(Tensor, _by_level(net))
+    return loss
+
+
+LOSSES: dict[str, Callable[[Levels], Callable[..., Tensor]]] = {
+    "the first term": lambda net: _total(_weighted(1, _by_level(net)), _weighted(1, mse_loss)),
+    "the last term": lambda net: _total(_weighted(1, mse_loss), _weighted(1, _by_level(net))),
+    "around itself": lambda net: _weighted(1, _weighted(1, _by_level(net))),
+    "in a cache": _cached,
+    "by its class": _dispatched,
+}
+
+
+@pytest.mark.parametrize("where", LOSSES)
+def test_each_function_of_a_decorator_is_looked_at(where: str) -> None:
+    """Attack 20: a second closure of one function was taken for the first."""
+    net, x = Levels(), torch.randn(8, 4)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match=r"attribute 'level' of the model.* and reads it"):
+        pipe.forward_backward(x, target=x, loss_fn=LOSSES[where](net))
