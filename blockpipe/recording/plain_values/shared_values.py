@@ -62,7 +62,7 @@ from .places import (
     space_of,
     use_by,
 )
-from .still_code import StillFrame, frames_of, functions_by_code, read_of_unknown
+from .still_code import StillFrame, frames_of, functions_by_code, hands_on, read_of_unknown
 from .syntax.accesses import Access, accesses_of, is_by_chance, may_set, may_write
 from .syntax.effects import arguments_of, changes_given
 from .syntax.uses import Use
@@ -261,7 +261,7 @@ class SharedValues:
                 self._cached += [owner, value]
                 self._lasting.update((id(owner), id(value)))
             owner, key, access = entry_of(access, frame, owner, key)
-        if owner is None and access.reads and not access.is_said:
+        if (owner is None or hands_on(owner, key)) and access.reads and not access.is_said:
             self._reads_any(read_of_unknown(access, frame, self._is_lasting), access, frame, hop)
         if key is UNKNOWN:
             return  # of a function that is not running: it sets an entry by an argument

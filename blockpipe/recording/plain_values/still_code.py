@@ -28,7 +28,7 @@ from ..._torch.modules import (
 from ...batches.losses import WeightedLoss
 from ...restoring.model_state import is_users
 from .evaluation.expressions import Frame, bound_by, members_of
-from .evaluation.members import UNKNOWN, attribute_in
+from .evaluation.members import UNKNOWN, attribute_in, member_of
 from .syntax.accesses import (
     Access,
     accesses_of,
@@ -146,7 +146,7 @@ def hooks_in(model: nn.Module) -> list[Hook]:
 
 def read_of_unknown(access: Access, frame: Frame, is_lasting: Callable[[Any], bool]) -> str | None:
     """Return the name by which code reads an object that nobody can tell, but that may outlive the
-    forward.
+    forward, or one behind a wrapper.
 
     Args:
         access: the access that reads it.
@@ -154,8 +154,10 @@ def read_of_unknown(access: Access, frame: Frame, is_lasting: Callable[[Any], bo
         is_lasting: returns whether an object outlives the forward.
     """
     owner, name = read_by_name(access) or (None, None)
-    if owner is None or frame.evaluated(owner) is not UNKNOWN:
+    if owner is None:
         return None
+    if (known := frame.evaluated(owner)) is not UNKNOWN:
+        return name if hands_on(known, name) else None
     if frame.is_running:
         may_last = begins_with_lasting(owner, frame.evaluated, UNKNOWN, is_lasting)
         return name if may_last and not is_made(owner, frame.evaluated) else None
@@ -166,6 +168,17 @@ def read_of_unknown(access: Access, frame: Frame, is_lasting: Callable[[Any], bo
     is_inner, captures = getattr(still, "is_inner", False), captures_of(code)
     origins = Origins(frame.evaluated, UNKNOWN, parameters, captures, is_inner=is_inner)
     return name if origins.may_last(owner) else None
+
+
+def hands_on(owner: Any, key: Any) -> bool:
+    """Return whether an object has no such attribute, and its class may find it elsewhere, as a
+    wrapper does that hands reads on to what it is around."""
+    kinds = (kind for kind in type(owner).__mro__ if kind is not nn.Module)
+    return (
+        isinstance(key, str)
+        and member_of(owner, key) is UNKNOWN
+        and any("__getattr__" in vars(kind) for kind in kinds)
+    )
 
 
 def functions_by_code(objects: Iterable[Any]) -> dict[int, list[types.FunctionType]]:

@@ -376,12 +376,32 @@ def _dispatched(net: Levels) -> Callable[[Tensor, Tensor], Tensor]:
     return loss
 
 
+class HandsOn(nn.Module):
+    """Hands reads on to the model that it is around, as adapters do."""
+
+    def __init__(self, net: Levels) -> None:
+        super().__init__()
+        self.inner = net
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+
+def _around(net: Levels) -> Callable[[Tensor, Tensor], Tensor]:
+    wrapper = HandsOn(net)
+    return lambda outputs, target: mse_loss(outputs, target) / wrapper.level
+
+
 LOSSES: dict[str, Callable[[Levels], Callable[..., Tensor]]] = {
     "the first term": lambda net: _total(_weighted(1, _by_level(net)), _weighted(1, mse_loss)),
     "the last term": lambda net: _total(_weighted(1, mse_loss), _weighted(1, _by_level(net))),
     "around itself": lambda net: _weighted(1, _weighted(1, _by_level(net))),
     "in a cache": _cached,
     "by its class": _dispatched,
+    "behind a wrapper": _around,
 }
 
 
