@@ -4,7 +4,10 @@ A function that is made anew for each step, with other numbers in it, has the sa
 made around another function has not.
 """
 
+import ast
+import contextlib
 import functools
+import linecache
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -50,3 +53,41 @@ def _inner(cells: tuple[types.CellType, ...], depth: int) -> Iterator[Any]:
         for member in members[:_MOST_MEMBERS]:
             if isinstance(member, types.FunctionType | types.MethodType | functools.partial):
                 yield code_of(member, depth)
+
+
+_sources: dict[str, list[str]] = {}  # by file, its texts so far: it may be edited and reloaded
+
+
+def source_of(code: types.CodeType) -> str:
+    """Return the text of the file that some code was compiled from, as it was then if it was read
+    before; ``""``: there is none."""
+    known = _sources.setdefault(code.co_filename, [])
+    source = next((text for text in known if _is_in(code, text)), None)
+    if source is None:
+        linecache.checkcache(code.co_filename)
+        source = "".join(linecache.getlines(code.co_filename))
+        known += [] if source in known else [source]
+    return source
+
+
+def _is_in(code: types.CodeType, source: str) -> bool:
+    """Return whether code seems to be of a text: a function of its name and lines is there."""
+    lines = [line for _, _, line in code.co_lines() if line is not None]
+    where = code.co_name, code.co_firstlineno
+    return any(first <= max(lines) <= last for first, last in _functions_in(source).get(where, ()))
+
+
+@functools.lru_cache(64)
+def _functions_in(source: str) -> dict[tuple[str, int], list[tuple[int, int]]]:
+    """Return where the last statement of each function begins and ends, by its name and line."""
+    found: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    with contextlib.suppress(SyntaxError, ValueError):
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                begin = min(line.lineno for line in (node, *node.decorator_list))
+                last = node.body[-1].lineno, node.end_lineno or node.lineno
+                found.setdefault((node.name, begin), []).append(last)
+            elif isinstance(node, ast.Lambda):
+                last = node.lineno, node.end_lineno or node.lineno
+                found.setdefault(("<lambda>", node.lineno), []).append(last)
+    return found

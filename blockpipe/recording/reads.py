@@ -173,10 +173,14 @@ def _names_of(kind: type) -> frozenset[str]:
     return frozenset(name for f in functions for name in mentioned(f.__code__))
 
 
-@functools.cache
 def _tree_of(function: types.FunctionType | types.CodeType) -> ast.AST | None:
+    return _tree_of_code(getattr(function, "__code__", function))  # reloads give it another one
+
+
+@functools.cache
+def _tree_of_code(code: types.CodeType) -> ast.AST | None:
     try:
-        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+        return ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, TypeError, SyntaxError):
         return None
 

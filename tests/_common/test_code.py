@@ -1,6 +1,8 @@
 """The code that runs where something is called."""
 
 import functools
+import importlib
+import sys
 from typing import Any
 
 import pytest
@@ -134,3 +136,48 @@ def test_a_hook_in_the_place_of_one_of_the_same_code_is_looked_at(name: str):
     HOOKS[name](net, lambda t, n=net: t * n.scale)
     with pytest.raises(StateError, match="attribute 'scale' of the model"):
         pipe.forward_backward(x, target=target, loss_fn=F.mse_loss)
+
+
+BEFORE = """
+from torch import nn
+import blockpipe as bp
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.k = nn.Linear(4, 4), nn.Linear(4, 4), 0.0
+    def forward(self, x):
+        with bp.Block(stage=0):
+            h = self.a(x)
+        with bp.Block(stage=1):
+            return self.b(h)
+"""
+AFTER = BEFORE.replace(
+    "            h = self.a(x)\n",
+    "            h = self.a(x)\n            # the largest\n            self.k = float(x.max())\n",
+).replace("return self.b(h)", "return self.b(h * (1 + self.k))")
+
+
+@pytest.mark.parametrize("how", ["code", "method", "class"])
+def test_a_file_that_was_edited_and_loaded_again_is_read_again(how: str, tmp_path, monkeypatch):
+    """As a notebook's ``%autoreload`` does: the new code was read in the old text."""
+    name = f"edited_{how}"
+    file = tmp_path / f"{name}.py"
+    file.write_text(BEFORE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    module = importlib.import_module(name)
+    old, net = module.Net, module.Net()
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    x = torch.randn(8, 4)
+    pipe.forward_backward(x, loss_fn=torch.sum)
+    file.write_text(AFTER)
+    importlib.reload(module)
+    if how == "code":
+        old.forward.__code__ = module.Net.forward.__code__
+    elif how == "method":
+        old.forward = module.Net.forward
+    else:
+        net.__class__ = module.Net
+    with pytest.raises(StateError, match="attribute 'k' of the model"):
+        pipe.forward_backward(x, loss_fn=torch.sum)

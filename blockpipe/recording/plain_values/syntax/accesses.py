@@ -9,13 +9,13 @@ import copy
 import dis
 import functools
 import itertools
-import linecache
 import re
 import types
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ...._common.code import source_of
 from .bindings import assigned, bound, captured, set_to, stored
 from .branches import Condition, Turn, conditions_in, tests_in, turns_in
 from .contents import alternatives
@@ -331,7 +331,7 @@ def _lines_of(code: types.CodeType) -> set[int]:
 
 
 def _nodes_of(code: types.CodeType) -> _Nodes:
-    return _nodes_in("".join(linecache.getlines(code.co_filename)))
+    return _nodes_in(source_of(code))
 
 
 @functools.lru_cache(64)
