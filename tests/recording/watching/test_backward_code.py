@@ -338,6 +338,7 @@ def test_a_hook_over_parameters_of_one_stage_is_called_once_for_each_micro_batch
 
 
 def _reversible(dropout: float) -> nn.Module:
+    pytest.importorskip("transformers")
     from transformers import ReformerConfig, ReformerModelWithLMHead
 
     heads = {"attention_head_size": 8, "num_attention_heads": 2, "local_attn_chunk_length": 4}
