@@ -12,7 +12,7 @@ import blockpipe as bp
 
 from .models import square
 from .parity import assert_same_gradients, difference, plain_step
-from .stage_devices import stages
+from .stage_devices import assert_close, stages
 
 DEVICE = torch.device(stages(1)[0])  # of the plain loop
 
@@ -41,12 +41,18 @@ def check_alike(model: nn.Module, x: Tensor, *, count: int = 3, **options: Any) 
     same(piped, plain, (loss, expected))
 
 
-def check_trains_alike(net: nn.Module) -> None:
-    """Two steps of two stages with a target give the plain loop's gradients to rounding."""
+def check_trains_alike(net: nn.Module, *, width: int = 4, chunks: int = 4) -> None:
+    """Two steps of two stages with a target give the plain loop's losses and gradients to rounding.
+
+    Args:
+        net: takes and returns `(8, width)`.
+        width: of its input and output.
+        chunks: the micro-batches.
+    """
     plain = copy.deepcopy(net).to(DEVICE)
-    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=chunks)
     for _ in range(2):
-        x, y = torch.randn(8, 4), torch.randn(8, 4)
-        pipe.forward_backward(x, target=y, loss_fn=mse_loss)
-        plain_step(plain, (x.to(DEVICE),), {}, y, mse_loss, 4)
+        x, y = torch.randn(8, width), torch.randn(8, width)
+        loss = pipe.forward_backward(x, target=y, loss_fn=mse_loss).loss
+        assert_close(loss, plain_step(plain, (x.to(DEVICE),), {}, y, mse_loss, chunks))
         assert_same_gradients(net, plain)

@@ -111,6 +111,12 @@ def shape_of(tensor: Tensor) -> tuple[int, ...]:
     return (tensor.size(0),) if is_ragged(tensor) else tuple(tensor.shape)
 
 
+def strides_of(tensor: Tensor) -> tuple[int, ...]:
+    """Return a tensor's strides; ``()`` of one that has none to ask for."""
+    has_strides = tensor.layout is torch.strided and not tensor.is_nested
+    return tuple(tensor.stride()) if has_strides else ()
+
+
 def bytes_of(tensor: Tensor) -> Tensor:
     """Return the memory of a contiguous tensor: gloo sends no int16 and no float8, and torch
     compares no float8."""

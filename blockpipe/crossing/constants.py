@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .._common.callsite import users_line
-from .._torch.tensors import shape_of, version_of
+from .._torch.tensors import shape_of, strides_of, version_of
 from ..devices.copies import carry
 from ..devices.ownership import copying
 from ..errors import StateError
@@ -176,9 +176,7 @@ def _is_between(maker: Maker, other: Maker, reader: Maker) -> bool:
 
 
 def _about(tensor: Tensor) -> Hashable:
-    shape = shape_of(tensor)
-    strides = tensor.stride() if tensor.layout is torch.strided and not tensor.is_nested else ()
-    return shape, strides, tensor.dtype, tensor.layout
+    return shape_of(tensor), strides_of(tensor), tensor.dtype, tensor.layout
 
 
 def _is_one(ref: weakref.ref[Tensor], tensor: Tensor) -> bool:

@@ -22,22 +22,27 @@ def gathered(model: nn.Module) -> Iterator[None]:
     held += [tensor.grad for tensor in held if tensor.grad is not None]
     away = [(t, t.data) for t in held if is_spread and t.device.type not in ("cpu", "meta")]
     try:
-        for tensor, data in away:
-            set_data(tensor, data.to("cpu"))
+        for tensor, _ in away:
+            move_data(tensor, "cpu")
         yield
     finally:
         for tensor, data in away:
-            set_data(tensor, data)
+            _set_data(tensor, data)
 
 
-def set_data(tensor: Tensor, data: Tensor) -> None:
-    """Give a parameter or buffer other data, which may be on another device.
+def move_data(tensor: Tensor, device: torch.device | str) -> None:
+    """Move a parameter, buffer or gradient to a device.
 
     Args:
-        tensor: the tensor; it stays the same object.
-        data: the data. A tensor that is none of inference mode becomes none by it.
+        tensor: the tensor; it stays the same object, and one that is trained may move in inference
+            mode too.
+        device: the device.
     """
     with torch.inference_mode(tensor.is_inference()):
-        tensor.data = data
-        if tensor.requires_grad:
-            renew_hooks_of_several(tensor)
+        _set_data(tensor, tensor.data.to(device))
+
+
+def _set_data(tensor: Tensor, data: Tensor) -> None:
+    tensor.data = data
+    if tensor.requires_grad:
+        renew_hooks_of_several(tensor)

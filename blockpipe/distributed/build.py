@@ -16,6 +16,7 @@ from .._common.threads.thread_state import as_ours
 from .._torch.modules import buffers_of, parameters_of
 from ..batches.microbatch import Microbatch
 from ..devices.devices import is_on_meta
+from ..devices.gathered import move_data
 from ..errors import BlockpipeError, PlanError, RecordingError, StateError
 from ..preparation.sealed_forwards import recompute_spec
 from ..recording.fake_run import run_on_fakes
@@ -132,7 +133,7 @@ class CutForward:
     def _place(self, found: nn.Module) -> None:
         for _, weight in found.named_parameters():
             if weight.device != self.device and not weight.is_meta:
-                weight.data = weight.data.to(self.device)
+                move_data(weight, self.device)
         for name, buffer in found.named_buffers(remove_duplicate=False):
             if buffer.device != self.device and not buffer.is_meta:
                 path, _, key = name.rpartition(".")

@@ -70,9 +70,6 @@ class Recording:
     recomputes: bool = False
     shared_generators: list[GeneratorUse] = field(default_factory=list)  # on several hops
     shared_changes: list[SharedChange] = field(default_factory=list)
-    left_bare: set[str] = field(default_factory=set)  # by name, what it set to no tensor
-    tell_themselves: dict[str, SharedChange] = field(default_factory=dict, repr=False)
-    """By name, what it set to tensors that another hop reads, which say of which micro-batch."""
     turning: list[TurningValue] = field(default_factory=list, repr=False)
     left_for_loss: list[SharedChange] = field(default_factory=list)  # tensors, by several hops
     late_backwards: list[LateBackward] = field(default_factory=list)

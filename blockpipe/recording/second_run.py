@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .entries import SharedChange
 from .recording import Recording
 
 
@@ -28,11 +27,10 @@ def looked_at_twice(run: Callable[[bool], Recording]) -> Recording:
         for late in first.late_backwards:
             late.compared = late.compared or (late.written if late.settles else None)
         return first
-    again = [*second.shared_changes, *_now_tensors(first, second)]
-    recompute = {change.what for change in again}
+    again = {change.what for change in second.shared_changes}
     # In a real run a number may depend on the data, and be equal only for the same sample.
     lasts = (c for c in first.shared_changes if c.settles and (first.fake or c.is_traced))
-    made_once = [c for c in lasts if c.what not in recompute]
+    made_once = [c for c in lasts if c.what not in again]
     first.settles = first.settles or bool(made_once)
     before = [c for c in first.shared_changes if c not in made_once]
     carried = {value.name for value in second.carried}
@@ -44,11 +42,5 @@ def looked_at_twice(run: Callable[[bool], Recording]) -> Recording:
     certain = (late for late in first.late_backwards if not late.settles)
     first.late_backwards = [*certain, *(late for late in second.late_backwards if late.settles)]
     known = {change.what for change in first.shared_changes}
-    first.shared_changes = before + [c for c in again if c.what not in known]
+    first.shared_changes = before + [c for c in second.shared_changes if c.what not in known]
     return first
-
-
-def _now_tensors(first: Recording, second: Recording) -> list[SharedChange]:
-    """Return the values that the first forward set to something without tensors (``None``), and the
-    second one to a tensor. It says which micro-batch it is of, but what is no tensor does not."""
-    return [change for name, change in second.tell_themselves.items() if name in first.left_bare]

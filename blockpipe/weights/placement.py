@@ -32,7 +32,7 @@ from .._torch.modules import (
     parameters_of,
 )
 from ..devices.devices import is_asynchronous
-from ..devices.gathered import set_data
+from ..devices.gathered import move_data
 from ..errors import PlanError, UsageError
 from ..recording.plan_resolution import attached_plan
 from ..recording.recording import Recording
@@ -137,10 +137,9 @@ class Placement:
 
 def _to(tensor: Tensor, device: torch.device) -> None:
     # A first call may be an evaluation: what it moves is trained later.
-    with torch.inference_mode(tensor.is_inference()):
-        set_data(tensor, tensor.data.to(device))
-        if tensor.grad is not None:
-            tensor.grad.data = tensor.grad.data.to(device)
+    move_data(tensor, device)
+    if tensor.grad is not None:
+        move_data(tensor.grad, device)
 
 
 _following: list[object] = []

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..._torch.tensors import strides_of
 from ...restoring.holders import content_of_cell
 from ...restoring.model_state import is_users
 from .contents import MOST_BYTES, Contents, is_data
@@ -156,10 +157,9 @@ def _described(data: Any) -> Described:
     if not isinstance(data, Tensor):
         described = Described((type(data), data.dtype.str, data.shape))
     else:
-        strides = data.stride() if data.layout is torch.strided and not data.is_nested else ()
         shape = () if data.is_nested else (*data.shape,)
-        how = data.dtype, data.layout, data.requires_grad
-        described = Described((type(data), shape, strides, *how))
+        how = strides_of(data), data.dtype, data.layout, data.requires_grad
+        described = Described((type(data), shape, *how))
     described.one = id(data)
     return described
 

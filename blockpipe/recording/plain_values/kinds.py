@@ -16,7 +16,7 @@ from ..entries import TurningValue
 from ..reads import NamesRead, libraries_code_reads
 from .evaluation.members import ALL, UNKNOWN, Names, member_of
 from .known_values import KnownValues
-from .places import attribute_of, has_tensors, space_of
+from .places import attribute_of, space_of
 from .values import hops_of
 
 _CONTAINERS = (list, tuple, dict, set, str)
@@ -60,16 +60,6 @@ def traced_on(known: KnownValues, owner: Any, key: Any) -> set[int] | None:
     if value is None or not value.is_traced or libraries_code_reads(type(owner), key):
         return None
     return value.read_on
-
-
-def left_bare(known: KnownValues) -> set[str]:
-    """Return the names of places at which a forward has left what carries no tensors, and where it
-    may leave one."""
-    return {
-        name
-        for value, _, name in known.each()
-        if value.is_bare and not has_tensors(member_of(value.owner, value.key))
-    }
 
 
 def _held(owner: Any) -> Callable[[], Any]:

@@ -329,7 +329,6 @@ class KnownValues:
             where, what = known.first_read or others[0].first_read, self._named(known)
             if known.is_read_outside:
                 result.left_for_loss += [shared_change(known, what, read_on, where, _OF_LOSS)]
-            result.tell_themselves[what] = shared_change(known, what, read_on, where, _REMEDY)
             return None
         name = attribute_of(known.owner, known.key)
         if name is not None and not known.is_read_outside and reads.is_unread(*name):

@@ -30,7 +30,6 @@ class PendingWrite:
     calls: list[Call | None]
     is_fixed: bool  # whether it sets the same, whatever the data
     by_chance: bool  # whether it sets another value in each forward: the micro-batch's index
-    may_be_constant: bool  # whether for other data it sets what carries no tensor
     by_size: BySize | None  # ``None``: it is the same for all sizes
 
 
@@ -77,7 +76,7 @@ class PendingWrites:
         known = self._known.at(pending.owner, pending.key)
         known.is_traced = True
         known.written_on.add(pending.hop)
-        known.is_bare = known.is_bare or made_on is None or pending.may_be_constant
+        known.is_bare = known.is_bare or made_on is None
         # On fake tensors the same is the same for all data.
         known.is_fixed = known.is_fixed and pending.is_fixed
         settles = self._fake or pending.is_fixed or (pending.adds and isinstance(value, Tensor))

@@ -38,7 +38,6 @@ from .evaluation.expressions import Frame, caller_of
 from .evaluation.index_uses import IndexUses
 from .evaluation.members import ALL, UNKNOWN, WHOLE, Names, member_of, owners_of
 from .evaluation.sizes import Sizes
-from .evaluation.turns import may_be_constant
 from .known_values import OF_CHECKPOINT, KnownValues
 from .lost_updates import may_lose
 from .missed_branches import MissedBranches
@@ -423,7 +422,7 @@ class SharedValues:
         again = apart is not None and self._still is None
         said, lines = access.assigned, (hop, frame.line, apart, again, access.counts, self._calls())
         by_chance = said is not None and is_by_chance(said, frame.code)
-        where = *lines, is_fixed, by_chance, may_be_constant(said, frame, fake=self.known.fake)
+        where = *lines, is_fixed, by_chance
         writes = [
             PendingWrite(o, key, frozen(value), *where, self.sizes.write(access, frame, o, key))
             for o, key, value in places

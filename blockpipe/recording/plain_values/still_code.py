@@ -176,8 +176,8 @@ def hands_on(owner: Any, key: Any) -> bool:
     kinds = (kind for kind in type(owner).__mro__ if kind is not nn.Module)
     return (
         isinstance(key, str)
-        and member_of(owner, key) is UNKNOWN
         and any("__getattr__" in vars(kind) for kind in kinds)
+        and member_of(owner, key) is UNKNOWN
     )
 
 

@@ -39,6 +39,7 @@ from ...errors import CrossingError
 from ...restoring.model_state import is_users
 from ..entries import SharedChange
 from ..plain_values.still_code import frames_of
+from ..reads import mentioned
 from ..recording import Recording
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -209,9 +210,10 @@ class BackwardCode:
             if not isinstance(given, Node) or is_users(module) or f"{module}.".startswith("torch."):
                 continue
             for code in _codes_behind(function, methods):
-                if _SEEDS in code.co_names and not result.hops[hop].draws:
+                names = mentioned(code)
+                if _SEEDS in names and not result.hops[hop].draws:
                     continue
-                for name in changed.keys() & {*code.co_names}:
+                for name in changed.keys() & names:
                     where = f"{code.co_filename}:{code.co_firstlineno}"
                     seen = "reads it in a backward"
                     yield SharedChange(changed[name], seen, [hop], where, _BETWEEN, settles=True)
@@ -239,15 +241,15 @@ def _methods_of(classes: Iterable[type]) -> dict[str, list[types.CodeType]]:
 def _codes_behind(
     function: Callable[..., Any], methods: Mapping[str, list[types.CodeType]]
 ) -> Iterator[types.CodeType]:
-    """Yield the code of a function and of the methods that it, or they, may call."""
+    """Yield the code of a function and of the methods that it, or they, may call; what is inside of
+    such code counts as a part of it."""
     todo, seen = [getattr(function, "__code__", None)], set[types.CodeType]()
     while todo:
         code = todo.pop()
         if isinstance(code, types.CodeType) and code not in seen:
             seen.add(code)
             yield code
-            todo += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
-            todo += [called for name in code.co_names for called in methods.get(name, ())]
+            todo += [called for name in mentioned(code) for called in methods.get(name, ())]
 
 
 def _nodes_behind(roots: Iterable[Tensor]) -> dict[int, Node]:

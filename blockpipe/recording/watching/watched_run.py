@@ -30,7 +30,7 @@ from ..entries import Hop, Output, SharedChange
 from ..outside.compared_members import TORCHS
 from ..outside.outside_state import OutsideState
 from ..plain_values.evaluation.index_uses import IndexUses
-from ..plain_values.kinds import left_bare, traced_on, turning_values
+from ..plain_values.kinds import traced_on, turning_values
 from ..plain_values.shared_values import SharedValues
 from ..plain_values.still_code import Hook, hooks_in, may_set_by
 from ..plain_values.taken_in import made_in, made_since
@@ -338,7 +338,6 @@ def _note_state(
     recorder.sets, recorder.carries = [*known.sets_by_call()], [*known.reads_by_call()]
     result.carried = list(values.known.carried(reads))
     result.turning = [*turning_values(known, reads, values.first)]
-    result.left_bare = left_bare(known)
     result.outside = recorder.outside_tensors.found()
     result.sets, result.changed = {**recorder.outside.sets, **values.sets}, recorder.outside.places
     result.switches = recorder.changes.switches

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import blockpipe as bp
 from blockpipe.errors import StateError
 
-from ...parity import assert_same_gradients, plain_step
+from ...alike import check_trains_alike
+from ...parity import plain_step
 from ...stage_devices import assert_close, stages
 
 LOSS = nn.functional.mse_loss
@@ -46,6 +47,8 @@ class Leaves(nn.Module):
 
 ONE_IN_THREE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "count": (lambda s, h: None if s.n % 3 else h, lambda k: 1 + (k is None)),
+    "data": (lambda s, h: None if h.sum() > 0 else h, lambda k: 1 + (k is None)),
+    "table": (lambda s, h: None if s.n % 3 else torch.ones(8), lambda k: 1 + (k is None)),
     "numpy": (lambda s, h: None if s.rng.rand() < 0.5 else h, lambda k: 1 + (k is None)),
     "random": (lambda s, h: None if s.random.random() < 0.5 else h, lambda k: 1 + (k is None)),
     "tuple": (lambda s, h: h if s.n % 3 else (h,), lambda k: 1 + isinstance(k, tuple)),
@@ -84,6 +87,15 @@ def test_what_differs_from_one_micro_batch_to_another_is_refused(what: str, sche
 ALIKE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "none": (lambda s, h: None, lambda k: 1 + (k is None)),
     "tensor": (lambda s, h: h, lambda k: 1 + (k is None)),
+    "made once": (
+        lambda s, h: torch.ones(8, device=h.device) if s.left is None else s.left,
+        lambda k: 1 + (k is None),
+    ),
+    "real run": (lambda s, h: h * float(h.sum().item() < 1e9), lambda k: 1 + (k is None)),
+    "training": (
+        lambda s, h: h if s.training and h.dim() == 2 else None,
+        lambda k: 1 + (k is None),
+    ),
     "step": (lambda s, h: None if s.n > 8 else h, lambda k: 1 + (k is None)),
     "length": (lambda s, h: [h, (h, 3)], len),
     "objects": (
@@ -96,16 +108,7 @@ ALIKE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 @pytest.mark.parametrize("what", ALIKE)
 def test_what_all_micro_batches_of_a_step_leave_alike_runs(what: str):
-    net = Leaves(*ALIKE[what])
-    plain = copy.deepcopy(net)
-    pipe = bp.Pipeline(net, devices=stages(2), chunks=8)
-    for _ in range(2):
-        x, y = torch.randn(8, 8), torch.randn(8, 8)
-        loss = pipe.forward_backward(x, target=y, loss_fn=LOSS).loss
-        assert_close(loss, plain_step(plain, (x,), {}, y, LOSS, 8))
-        assert_same_gradients(net, plain)
-        net.zero_grad()
-        plain.zero_grad()
+    check_trains_alike(Leaves(*ALIKE[what]), width=8, chunks=8)
 
 
 @pytest.mark.parametrize("what", ONE_IN_THREE)
