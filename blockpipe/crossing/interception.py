@@ -30,6 +30,7 @@ from .._common.threads.thread_state import (
 )
 from .._torch.graph import saved_tensor_hooks
 from .._torch.modes import function_mode_at, how_many_function_modes
+from .._torch.patched_functions import torchs_own
 from ..errors import CrossingError
 from .microbatch_run import MicrobatchRun, Reader
 from .step_context import Seal
@@ -179,6 +180,8 @@ class CrossingMode(ForwardMode):
     ) -> Any:
         if how_many_function_modes():
             return self.apart(func, types, args, kwargs)
+        if not modes:  # those of the user's are given what is there, as in the plain loop
+            func = torchs_own(func)
         run, claims, kwargs, given = self.run, self._claims, kwargs or {}, args
         if func in _ANSWERED:
             return self._answered(func, args, kwargs, modes)

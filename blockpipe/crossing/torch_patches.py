@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._common.threads.process_changes import ProcessChange
+from .._torch.compiler import CHOOSES, compiler
 from .._torch.modes import how_many_function_modes
 from .._torch.tensors import FakeTensor
 from .interception import active_mode, watched_register_hook
@@ -237,6 +238,27 @@ def _call_scripted(function: Any, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     mode.saw_custom_function(function.name, is_scripted=True)
     return mode.call_sealed(original, args, kwargs)
+
+
+class AsWritten(Replacement):
+    """A replacement by which functions under ``torch.compile`` in the glue run as written: the
+    compiler would trace what the mode does for one micro-batch, and do it again for others. To be
+    entered where the compiler is imported."""
+
+    name = CHOOSES
+
+    def __new__(cls) -> Self:
+        cls.owner = compiler()
+        return super().__new__(cls)
+
+    def replacement(self) -> Any:
+        chooses = self._original
+
+        def choose(callback: Any) -> Any:
+            mode = active_mode()
+            return chooses(callback) if mode is None or not mode.is_on() else None
+
+        return choose
 
 
 class GeneratorStates(Replacement):

@@ -6,8 +6,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 
 import torch
 
+from .._torch.compiler import compiler
 from .._torch.graph import stepping_hooks
 from ..crossing.torch_patches import (
+    AsWritten,
     Backwards,
     CustomFunctions,
     ScriptFunctions,
@@ -41,6 +43,8 @@ def around_cut_step(state: StepState) -> Iterator[None]:
         stack.enter_context(ScriptFunctions())
         stack.enter_context(UnseenOperations())
         stack.enter_context(Checkpoints())
+        if compiler() is not None:
+            stack.enter_context(AsWritten())
         stack.enter_context(_current_device_kept(request))
         stack.enter_context(_no_early_steps(state))
         yield

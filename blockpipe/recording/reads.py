@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from ..restoring.model_state import is_users, names_in
+from ..restoring.model_state import has_users_code, is_users, names_in
 from .plain_values.syntax.uses import PURE, Use, use_of
 
 _THROUGH = (
@@ -43,7 +43,7 @@ class NamesRead:
         self._functions = [
             function
             for function in found.values()
-            if is_users(function.__module__) and function.__name__ not in _SAYS
+            if has_users_code(function) and function.__name__ not in _SAYS
         ]
         self._names = [mentioned(f.__code__) for f in self._functions]
 

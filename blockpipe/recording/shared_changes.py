@@ -227,7 +227,7 @@ class SharedChanges:
             if len(seen) > 1 and path in hops:
                 remedy = _LOCAL if tensor is None else OWN_MODULE
                 what = f"{path}.{name}"
-                settles = tensor is None and (path, name) in self._at_first
+                settles = (path, name) in self._at_first and not isinstance(tensor, nn.Parameter)
                 yield SharedChange(what, f"calls {path!r}", seen, where[path], remedy, settles)
         for key, line in self._toggled.items():
             if key in held and len(held[key].hops) > 1:

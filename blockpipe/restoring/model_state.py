@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from .._torch.modes import DispatchMode
 from .._torch.modules import hooks_of_all_modules
+from .._torch.patched_functions import in_place_of_torchs
 from .._torch.tensors import (
     FakeTensor,
     put_back,
@@ -101,6 +102,7 @@ class ModelState:
         if contents:
             self._restores.append(kept_interpreter())
         level: list[Any] = [inner for module in modules for inner in module.modules()]
+        level += in_place_of_torchs([*level]) if modules else ()
         level += [hook for hooks in hooks_of_all_modules() for hook in hooks.values()]
         level += others
         while level:  # breadth first, so that the nearest objects come first
@@ -222,15 +224,15 @@ class ModelState:
         if not is_users(kind.__module__):
             return ()
         self._keep(kept_registry(kind) if self._contents else None)
-        special = [m for m in vars(kind).values() if isinstance(m, types.FunctionType)]
-        held = [inner for m in self._hold(ClassHolder(kind)) for inner in _unwrapped(m)]
-        return [type(kind), *kind.__bases__, *held, *special]
+        members = [*self._hold(ClassHolder(kind)), *filter(_is_code, vars(kind).values())]
+        held = [inner for member in members for inner in _unwrapped(member)]
+        return [type(kind), *kind.__bases__, *held]
 
     def _look_at_function(self, function: types.FunctionType) -> Iterable[Any]:
         """Save a function's closure, its attributes, and the globals that it reads from the user's
         modules."""
         found = self._hold(FunctionHolder(function))
-        if is_users(function.__module__):
+        if has_users_code(function):
             found += imported_in(function)
             read, seen = frozenset(names_in(function.__code__)), set[int]()
             spaces = [function.__globals__, *_spaces_of(found)]
@@ -305,6 +307,16 @@ def is_users(module: str | None) -> bool:
     file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
     is_installed = {"site-packages", "dist-packages"}.intersection(Path(file).parts)
     return not is_installed and not f"{module}.".startswith(_FOREIGN)
+
+
+def has_users_code(function: types.FunctionType) -> bool:
+    """Whether a function's code is the user's own. A decorator's function names the module of the
+    one that it is around: a library's (``@torch.compile``) around the user's, or the reverse."""
+    return is_users(function.__globals__.get("__name__"))
+
+
+def _is_code(member: Any) -> bool:
+    return isinstance(member, types.FunctionType | staticmethod | classmethod | property)
 
 
 def _unwrapped(member: Any) -> tuple[Any, ...]:

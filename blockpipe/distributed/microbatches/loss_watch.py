@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ..._common.callsite import users_line
 from ..._common.nested import tensors
 from ..._torch.graph import leaves_of_graph
+from ..._torch.patched_functions import torchs_own
 from ..._torch.tensors import extent_of, memory_of, overlapping
 from ...batches.losses import kind_of
 from ...crossing.torch_patches import Replacement
@@ -123,7 +124,7 @@ class _ForeignReads(TorchFunctionMode):
             for name, weight in self._memory.get(memory_of(tensor), ()):
                 if overlapping([(*extent_of(tensor), ""), (*extent_of(weight), "")]):
                     _refuse(f"the memory of {name}")
-        return func(*args, **(kwargs or {}))
+        return torchs_own(func)(*args, **(kwargs or {}))
 
 
 def _refuse(what: str) -> None:

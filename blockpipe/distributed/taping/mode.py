@@ -29,6 +29,7 @@ from ..._common.threads.thread_state import (
 from ..._torch.graph import PythonNode
 from ..._torch.modes import how_many_function_modes
 from ..._torch.modules import buffers_of, parameters_of
+from ..._torch.patched_functions import torchs_own
 from ..._torch.tensors import FakeTensor, memory_of, version_of
 from ...crossing.interception import ForwardMode, is_question
 from ...errors import CrossingError, RecordingError
@@ -140,7 +141,7 @@ class TapingMode(ForwardMode):
                 return self.__torch_function__(func, types, args, kwargs, theirs)
             finally:
                 enter_modes(around)
-        kwargs = dict(kwargs or {})
+        kwargs, func = dict(kwargs or {}), func if modes else torchs_own(func)
         if func == _GRAPH_NODE:
             if isinstance(args[0], nn.Parameter):  # a module asks, to register it
                 self._refuse("a new parameter", f"call the model once before, or {REMEDY}")

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..._common.nested import tensors
 from ..._torch.graph import saved_tensor_hooks
 from ..._torch.modes import DispatchMode, dispatch_modes
+from ..._torch.patched_functions import torchs_own
 from ..._torch.tensors import OpOverload
 from ...crossing.interception import is_question
 
@@ -34,7 +35,7 @@ class InsideMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = torchs_own(func)(*args, **(kwargs or {}))
         if not is_question(func):
             for tensor in tensors(result):
                 self.made[tensor] = self.path

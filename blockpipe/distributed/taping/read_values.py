@@ -29,7 +29,7 @@ from ...restoring.holders import (
     Holder,
     NamesHolder,
 )
-from ...restoring.model_state import holders_read, is_users
+from ...restoring.model_state import has_users_code, holders_read
 
 _TORCHS = frozenset([*vars(nn.Module()), "forward", STATE, COMPILED_CALL])
 _DEFAULTS = frozenset(["__defaults__", "__kwdefaults__"])
@@ -230,7 +230,7 @@ def _has_names(holder: Holder) -> bool:
     """Whether code reads what is there by its name, and not out of an object that it has by one."""
     owner = holder.owner
     if isinstance(owner, types.FunctionType):
-        return is_users(owner.__module__)
+        return has_users_code(owner)
     is_modules = isinstance(holder, AttributesHolder) and isinstance(owner, nn.Module)
     return is_modules or isinstance(holder, ClassHolder) or owner is os.environ
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..._torch.tensors import strides_of
 from ...restoring.holders import content_of_cell
-from ...restoring.model_state import is_users
+from ...restoring.model_state import has_users_code, is_users
 from .contents import MOST_BYTES, Contents, is_data
 
 MOST_IN_ORDER = 32  # of a list, a tuple or a set
@@ -146,7 +146,7 @@ def _function(function: types.FunctionType, depth: int) -> Code:
     if function.__closure__ and depth < _MOST_NESTED:
         inner = (seen(content_of_cell(cell), depth + 1) for cell in function.__closure__)
     of_code = [code for code in inner if type(code) is Code]
-    if not is_users(function.__module__):
+    if not has_users_code(function):
         return Code((function.__code__, *of_code))
     given = [value for value in (function.__defaults__, function.__kwdefaults__) if value]
     held = [function, *given] if function.__closure__ else given

@@ -40,7 +40,7 @@ from ...restoring.holders import (
     SetHolder,
     SlotsHolder,
 )
-from ...restoring.model_state import ModelState, holders_read, is_users
+from ...restoring.model_state import ModelState, has_users_code, holders_read, is_users
 from .contents import is_data
 from .reading import (
     MemberReads,
@@ -392,7 +392,7 @@ def _is_read(holder: Holder) -> bool:
         return False
     if isinstance(holder, SlotsHolder):
         return is_users(type(owner).__module__)
-    return not isinstance(owner, types.FunctionType) or is_users(owner.__module__)
+    return not isinstance(owner, types.FunctionType) or has_users_code(owner)
 
 
 def _is_known(module: nn.Module, key: Hashable, value: Any) -> bool:

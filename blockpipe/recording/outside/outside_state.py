@@ -34,7 +34,7 @@ from ...restoring.holders import (
 )
 from ...restoring.hook_counts import REMEDY as REMEDY_OF_HOOKS
 from ...restoring.hook_counts import HookCounts, HooksOfAll, is_of_hooks
-from ...restoring.model_state import is_users
+from ...restoring.model_state import has_users_code, is_users
 from ...stages.cursor import is_of_microbatch
 from ..calls import hops_by_path
 from ..entries import SharedChange
@@ -127,7 +127,7 @@ class OutsideState:
         for holder in holders:
             if len(self._holders) >= MOST_OBJECTS:
                 break
-            if isinstance(holder, FunctionHolder) and is_users(holder.owner.__module__):
+            if isinstance(holder, FunctionHolder) and has_users_code(holder.owner):
                 self._holders.append(NamespacesHolder(holder.owner))
             if _is_watched(holder) and id(holder.owner) not in apart:
                 self._holders.append(holder)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...restoring.model_state import is_users
+from ...restoring.model_state import has_users_code
 from ..calls import Call
 from ..entries import CarriedValue, SharedChange, TensorInfo
 from ..reads import NamesRead, libraries_code_reads
@@ -224,7 +224,7 @@ class KnownValues:
         if known.key == "forward" and isinstance(known.owner, nn.Module):
             function = getattr(value, "__func__", value)
             code = getattr(function, "__code__", None)
-            is_seen = code is not None and is_users(function.__module__)
+            is_seen = code is not None and has_users_code(function)
             self._forwards[id(code) if is_seen else id(known)] = known
 
     def runs(self, code: types.CodeType, hop: int) -> None:

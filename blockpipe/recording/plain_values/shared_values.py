@@ -29,7 +29,7 @@ from torch import Generator, nn
 from ...restoring.contents import is_generator
 from ...restoring.holders import Holder
 from ...restoring.iterators import advances
-from ...restoring.model_state import is_users, names_in
+from ...restoring.model_state import has_users_code, is_users, names_in
 from ..calls import Call
 from .checkpoints import CheckpointedFrames
 from .collecting_garbage import CollectingGarbage
@@ -111,7 +111,7 @@ class SharedValues:
         self.tensors, self.draws = TensorUses(), DrawnNumbers(holders)
         self.indices = IndexUses(None)
         self.on_read: Callable[[Any, Any, types.FrameType, bool], None] = lambda *found: None
-        users = [f for same in self._functions.values() for f in same if is_users(f.__module__)]
+        users = [f for same in self._functions.values() for f in same if has_users_code(f)]
         # To trace takes about as long as the recording of a small model.
         codes = [function.__code__ for function in users]
         self.traces = traces or self.draws.has_own(users) or any(map(may_set, codes))

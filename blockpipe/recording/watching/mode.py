@@ -19,6 +19,7 @@ from ..._common.threads.model_turns import alone_with
 from ..._torch.graph import CheckpointHook, push_saved_tensor_hooks
 from ..._torch.modes import function_mode_at, how_many_function_modes, pop_function_mode
 from ..._torch.modules import SWAPS, is_moving
+from ..._torch.patched_functions import torchs_own
 from ...crossing.interception import (
     CrossingMode,
     active_mode,
@@ -74,6 +75,7 @@ class RecordingMode(CrossingMode):
     ) -> Any:
         if how_many_function_modes():
             return self.apart(func, types, args, kwargs)
+        func = func if modes else torchs_own(func)
         recorder = self.recorder
         recorder.check_interrupts()
         recorder.late.operated()
