@@ -55,6 +55,12 @@ def _inner(cells: tuple[types.CellType, ...], depth: int) -> Iterator[Any]:
                 yield code_of(member, depth)
 
 
+_NAMES: dict[type, tuple[str, ...]] = {  # of nodes
+    ast.Attribute: ("attr",),
+    ast.Name: ("id",),
+    ast.arg: ("arg",),
+    ast.keyword: ("arg",),
+}
 _sources: dict[str, list[str]] = {}  # by file, its texts so far: it may be edited and reloaded
 
 
@@ -68,6 +74,26 @@ def source_of(code: types.CodeType) -> str:
         source = "".join(linecache.getlines(code.co_filename))
         known += [] if source in known else [source]
     return source
+
+
+def parsed(source: str) -> ast.Module:
+    """Return the tree of a file's text, with private names as the compiler gives them:
+    ``self.__scale`` in a class ``Net`` is ``self._Net__scale``.
+
+    Raises:
+        SyntaxError: it is no Python.
+        ValueError: neither is it.
+    """
+    tree = ast.parse(source)
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    for kind in reversed(classes):  # the innermost first
+        of_class = kind.name.lstrip("_")
+        for node in ast.walk(kind) if of_class else ():
+            for field in _NAMES.get(type(node), ()):
+                name = getattr(node, field)
+                if name and name.startswith("__") and not name.endswith("__"):
+                    setattr(node, field, f"_{of_class}{name}")
+    return tree
 
 
 def _is_in(code: types.CodeType, source: str) -> bool:

@@ -98,6 +98,11 @@ class OwnHook(partial[Any]):
     """A hook of Blockpipe's on a module: it does not change what the user's forward does."""
 
 
+def forward_of(kind: type[nn.Module]) -> Any:
+    """Return a class's forward, unbound: TorchScript's binds itself to no class."""
+    return next(vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base))
+
+
 class StandIn:
     """A temporary replacement of a module's forward, which is not a change by the user.
 

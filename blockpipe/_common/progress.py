@@ -84,10 +84,11 @@ class Progress:
 
 def _place() -> str | None:
     """Return where progress is shown: in a terminal, a notebook, or nowhere."""
-    if sys.stderr is None:  # a program without a console
+    try:
+        if sys.stderr.isatty():
+            return "terminal"
+    except (AttributeError, ValueError):  # None, without a console; a file of the user's; closed
         return None
-    if sys.stderr.isatty():
-        return "terminal"
     ipython: Any = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     return "notebook" if type(shell).__name__ == "ZMQInteractiveShell" else None

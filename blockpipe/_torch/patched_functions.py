@@ -9,11 +9,11 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import handle_torch_function
 
 _OF_C = frozenset(
@@ -42,15 +42,9 @@ _own: dict[int, types.FunctionType] = {
 _by_code = {each.__code__: each for each in _own.values()}
 
 
-def in_place_of_torchs(modules: Iterable[nn.Module]) -> Iterator[Callable[..., Any]]:
-    """Yield the functions that somebody has put in the place of torch's, or of methods of a
-    module's class, but for those of torch itself.
-
-    Args:
-        modules: the modules.
-    """
-    classes = {base for kind in set(map(type, modules)) for base in kind.__mro__}
-    for space in (*_SPACES, *classes):
+def in_place_of_torchs() -> Iterator[Callable[..., Any]]:
+    """Yield the functions that somebody has put in the place of torch's."""
+    for space in _SPACES:
         for member in vars(space).values():
             if isinstance(member, _OF_PYTHON) and id(member) not in _own:
                 names = getattr(member, "__globals__", {})

@@ -77,7 +77,18 @@ class StepRandomness:
         drawn = set[Source]() if self._is_first else others
         kinds = {source if isinstance(source, str) else "torch" for source in drawn}
         is_new = [self._prepared.mark_as_random(kind=kind) for kind in sorted(kinds)]
-        if any(is_new) and streams is not None and not self._is_one_by_one:
+        if streams is None or not others:
+            return
+        if not any(is_new):
+            warn(
+                "while a step ran, something else than its forwards has drawn random numbers from "
+                "a generator of the process: another thread, or code in a backward. A step sets "
+                "these generators, and sets them back at its end, so that a thread would draw the "
+                "same numbers again, and this one's depended on timing; give the thread a "
+                "generator of its own (torch.Generator, random.Random, numpy.random.default_rng; "
+                f"{users_line()})"
+            )
+        elif not self._is_one_by_one:
             warn(
                 "a stage that had not drawn random numbers before has drawn some (a dropout in a "
                 "branch that the data choose?), or a hook in a backward or another thread, so "

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from .._common.libraries import is_users
 from ..restoring.holders import CacheHolder
-from ..restoring.model_state import is_users
 
 _OWN = f"{__name__.partition('.')[0]}."
 _STREAMS = ("stdout", "stderr")

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from ..restoring.model_state import has_users_code, is_users, names_in
+from .._common.libraries import has_users_code, is_users
+from ..restoring.model_state import names_in
 from .plain_values.syntax.uses import PURE, Use, use_of
 
 _THROUGH = (

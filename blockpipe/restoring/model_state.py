@@ -10,19 +10,18 @@ more in them. Iterators cannot be set back, so the forward gets copies of them.
 
 import functools
 import gc
-import sys
 import types
 import weakref
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._common.libraries import FOREIGN, given_to_libraries, has_users_code, is_users
 from .._torch.modes import DispatchMode
 from .._torch.modules import hooks_of_all_modules
 from .._torch.patched_functions import in_place_of_torchs
@@ -54,11 +53,6 @@ MOST_OBJECTS = 200_000
 # Of a data set's container: a longer one is put back as it was, but not its items, each a sample.
 MOST_ITEMS = 1_000
 _NO_STATE = frozenset([str, bytes, int, float, complex, bool, type(None)])
-# Objects of these packages are not a forward's state: locks, handlers, our own marks.
-_FOREIGN = (
-    *(f"{name}." for name in ("torch", "threading", "logging", "multiprocessing", "concurrent")),
-    *(f"{name}." for name in ("asyncio", "_io", "numpy", __name__.partition(".")[0])),
-)
 # But of these, data sets, distributions and optimizers, which may hold the user's own.
 _OPEN = ("torch.utils.data.", "torch.distributions.", "torch.optim.")
 # These have no attributes that user code sets; an object of a subclass may.
@@ -102,7 +96,9 @@ class ModelState:
         if contents:
             self._restores.append(kept_interpreter())
         level: list[Any] = [inner for module in modules for inner in module.modules()]
-        level += in_place_of_torchs([*level]) if modules else ()
+        if modules:
+            classes = {base for kind in set(map(type, level)) for base in kind.__mro__}
+            level += [*in_place_of_torchs(), *given_to_libraries(classes)]
         level += [hook for hooks in hooks_of_all_modules() for hook in hooks.values()]
         level += others
         while level:  # breadth first, so that the nearest objects come first
@@ -250,7 +246,7 @@ class ModelState:
     def _look_at_attributes(self, value: Any) -> Iterable[Any]:
         kind, package = type(value), f"{type(value).__module__}."
         is_known = isinstance(value, nn.Module | Tensor) or package.startswith(_OPEN)
-        if package.startswith(_FOREIGN) and (not is_known or is_iterator(value)):
+        if package.startswith(FOREIGN) and (not is_known or is_iterator(value)):
             return ()
         if kind not in self._slots:
             self._slots[kind] = slot_members(kind)
@@ -293,26 +289,6 @@ def holders_read(model: nn.Module) -> Iterator[Holder]:
     for holder in (environment(), *ModelState(model, values=False, contents=False).holders):
         holder.forget()  # the saved members may be as large as the model
         yield holder
-
-
-@functools.cache
-def is_users(module: str | None) -> bool:
-    """Whether a module is the user's own, and not the standard library's or an installed
-    package's."""
-    if not isinstance(module, str | None):
-        return False  # a class of Cython has a descriptor there
-    package = (module or "").partition(".")[0]
-    if package in sys.stdlib_module_names and package != "__main__":
-        return False
-    file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
-    is_installed = {"site-packages", "dist-packages"}.intersection(Path(file).parts)
-    return not is_installed and not f"{module}.".startswith(_FOREIGN)
-
-
-def has_users_code(function: types.FunctionType) -> bool:
-    """Whether a function's code is the user's own. A decorator's function names the module of the
-    one that it is around: a library's (``@torch.compile``) around the user's, or the reverse."""
-    return is_users(function.__globals__.get("__name__"))
 
 
 def _is_code(member: Any) -> bool:

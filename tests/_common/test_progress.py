@@ -123,3 +123,25 @@ def test_long_lines_are_cut(monkeypatch: pytest.MonkeyPatch, clock: list[float])
         clock[0] = time.monotonic() + 3
         shown.step("layer." * 50)
     assert max(map(len, terminal.getvalue().split("\r"))) <= 79
+
+
+class _Tee:
+    """What scripts put in the place of stderr, to write to a file as well."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", ["tee", "closed"])
+def test_what_is_in_the_place_of_stderr_need_not_know_what_a_terminal_is(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Attack 21: no pipeline could be recorded."""
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", _Tee() if kind == "tee" else closed)
+    net = bp.begin_blocks(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"1": 1})
+    assert bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)(torch.randn(8, 4)).shape == (8, 4)

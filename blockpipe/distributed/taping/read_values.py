@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..._common.libraries import has_users_code
 from ..._common.modules import STATE, OwnHook
 from ..._torch.modules import COMPILED_CALL, forward_hooks_of, forward_pre_hooks_of
 from ...preparation.watched.contents import Contents, is_fixed
@@ -29,7 +30,7 @@ from ...restoring.holders import (
     Holder,
     NamesHolder,
 )
-from ...restoring.model_state import has_users_code, holders_read
+from ...restoring.model_state import holders_read
 
 _TORCHS = frozenset([*vars(nn.Module()), "forward", STATE, COMPILED_CALL])
 _DEFAULTS = frozenset(["__defaults__", "__kwdefaults__"])

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..._common.libraries import is_users
 from ...restoring.holders import attributes_of, content_of_cell
-from ...restoring.model_state import is_users, slot_members
+from ...restoring.model_state import slot_members
 
 _MOST_MEMBERS = 1_000  # of a container; a larger one is compared by its identity and its length
 MOST_BYTES = 65_536  # of an array, likewise

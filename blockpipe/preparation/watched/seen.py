@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..._common.libraries import has_users_code, is_users
 from ..._torch.tensors import strides_of
 from ...restoring.holders import content_of_cell
-from ...restoring.model_state import has_users_code, is_users
 from .contents import MOST_BYTES, Contents, is_data
 
 MOST_IN_ORDER = 32  # of a list, a tuple or a set

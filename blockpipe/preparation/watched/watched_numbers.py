@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
 from ..._common.callsite import users_line, warn
+from ..._common.libraries import is_users
 from ...recording.plain_values.evaluation.expressions import Frame
 from ...recording.plain_values.syntax.accesses import container_at, goes_to
-from ...restoring.model_state import is_users
 
 _ASKS = ("lt", "le", "eq", "ne", "gt", "ge")
 _COMPUTES = ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow", "divmod")

@@ -26,6 +26,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..._common.libraries import has_users_code, is_users
 from ..._common.modules import STATE
 from ..._torch.modules import COMPILED_CALL, buffers_of
 from ...restoring.held_signals import RestoredWhole
@@ -40,7 +41,7 @@ from ...restoring.holders import (
     SetHolder,
     SlotsHolder,
 )
-from ...restoring.model_state import ModelState, has_users_code, holders_read, is_users
+from ...restoring.model_state import ModelState, holders_read
 from .contents import is_data
 from .reading import (
     MemberReads,

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..._common.callsite import users_line
+from ..._common.libraries import has_users_code, is_users
 from ..._common.text import key_text
 from ..._torch.modules import slots_of
 from ...crossing.tags import TAG
@@ -34,7 +35,6 @@ from ...restoring.holders import (
 )
 from ...restoring.hook_counts import REMEDY as REMEDY_OF_HOOKS
 from ...restoring.hook_counts import HookCounts, HooksOfAll, is_of_hooks
-from ...restoring.model_state import has_users_code, is_users
 from ...stages.cursor import is_of_microbatch
 from ..calls import hops_by_path
 from ..entries import SharedChange

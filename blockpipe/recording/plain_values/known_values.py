@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...restoring.model_state import has_users_code
+from ..._common.libraries import has_users_code
 from ..calls import Call
 from ..entries import CarriedValue, SharedChange, TensorInfo
 from ..reads import NamesRead, libraries_code_reads

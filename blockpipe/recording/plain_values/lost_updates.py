@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...restoring.model_state import is_users
+from ..._common.libraries import is_users
 from .evaluation.expressions import Frame
 from .evaluation.members import attribute_in
 from .syntax.accesses import Access

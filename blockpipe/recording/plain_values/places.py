@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..._common.libraries import is_users
 from ..._common.nested import tensors
 from ..._common.text import key_text
 from ..._torch.modules import children_of, parameters_of, slots_of
@@ -27,7 +28,6 @@ from ...crossing.tags import TAG, latest
 from ...restoring.contents import is_of_c
 from ...restoring.holders import DictHolder, Holder
 from ...restoring.iterators import BOUND, advances
-from ...restoring.model_state import is_users
 from ...stages.cursor import is_of_microbatch
 from .evaluation.expressions import Frame, members_of
 from .evaluation.getters import asked_of, hands_on, is_getter

@@ -26,10 +26,11 @@ from typing import Any
 
 from torch import Generator, nn
 
+from ..._common.libraries import has_users_code, is_users
 from ...restoring.contents import is_generator
 from ...restoring.holders import Holder
 from ...restoring.iterators import advances
-from ...restoring.model_state import has_users_code, is_users, names_in
+from ...restoring.model_state import names_in
 from ..calls import Call
 from .checkpoints import CheckpointedFrames
 from .collecting_garbage import CollectingGarbage

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ..._common.libraries import is_users
 from ..._common.modules import StandIn, named_slots
 from ..._torch.graph import custom_backward_of, gradient_hooks, stepping_hooks
 from ..._torch.modules import (
@@ -26,7 +27,6 @@ from ..._torch.modules import (
     parameters_of,
 )
 from ...batches.losses import WeightedLoss
-from ...restoring.model_state import is_users
 from .evaluation.expressions import Frame, bound_by, members_of
 from .evaluation.members import UNKNOWN, attribute_in, member_of
 from .syntax.accesses import (

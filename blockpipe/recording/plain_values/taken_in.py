@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..._common.libraries import is_users
 from ...crossing.torch_patches import original_of
 from ...restoring.contents import content_of
 from ...restoring.holders import AttributesHolder, Holder, MemberHolder, attributes_of, container_of
-from ...restoring.model_state import is_users
 from .evaluation.expressions import Frame
 from .evaluation.members import ALL, UNKNOWN, Names
 from .places import inside, is_array

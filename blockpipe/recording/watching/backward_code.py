@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import Node
 
+from ..._common.libraries import is_users
 from ..._torch.graph import (
     ADD_HOOK,
     NodeHooks,
@@ -36,7 +37,6 @@ from ...crossing.interception import active_mode
 from ...crossing.tags import TAG, UNCUT, GraphEntry
 from ...crossing.torch_patches import Replacement
 from ...errors import CrossingError
-from ...restoring.model_state import is_users
 from ..entries import SharedChange
 from ..plain_values.still_code import frames_of
 from ..reads import mentioned

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from ..._common.callsite import users_line
-from ..._common.modules import StandIn
+from ..._common.modules import MISSING, StandIn, forward_of
 from ..._common.nested import tensors
 from ..._common.threads.model_turns import alone_with
 from ..._torch.graph import CheckpointHook, push_saved_tensor_hooks
@@ -209,6 +209,7 @@ class RecordedForward(StandIn):
         self.recorder = recorder
         self.stages = stages
         self._thread = threading.get_ident()
+        self._of_class = _calls_of(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         recorder = self.recorder
@@ -223,7 +224,23 @@ class RecordedForward(StandIn):
                 recorder.begun_by = f"{self.path!r} call {call_number}"
             recorder.cursor.move(stage, None)
         recorder.check_interrupts()
+        if self.own is MISSING and _calls_of(self.module) != self._of_class:
+            self._refuse()
         recorder.changes.at_call(self.path, self.module)
         recorder.look_outside()
         kind = type(self.module).__name__
         return recorder.watched(self.path, kind, self.module, self.forward, args, kwargs)
+
+    def _refuse(self) -> None:
+        raise RecordingError(
+            f"expected modules whose classes keep their forwards, got {self.path!r}, of whose "
+            f"class {type(self.module).__qualname__} the forward, or __call__, is another one for "
+            f"a while ({users_line()}): a step calls the one of before, and other stages would "
+            "call this one; call a function of your own, or replace it around the whole step"
+        )
+
+
+def _calls_of(module: nn.Module) -> tuple[int, int]:
+    """Return which forward a module's class has, and which way to call it."""
+    kind: Any = type(module)
+    return id(forward_of(kind)), id(kind.__call__)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..._common.libraries import is_users
 from ..._common.modules import MISSING, STATE, StateWithoutStandIns
 from ..._common.nested import map_tensors, tensors
 from ..._common.progress import Progress
@@ -24,7 +25,6 @@ from ...crossing.tags import was_written
 from ...crossing.torch_patches import Eager, GeneratorStates
 from ...crossing.user_checkpoints import intercepting
 from ...restoring.holders import Holder, container_of
-from ...restoring.model_state import is_users
 from ...stages.cursor import set_cursor
 from ..entries import Hop, Output, SharedChange
 from ..outside.compared_members import TORCHS

@@ -169,7 +169,7 @@ class Frame:
             return self.evaluated(node.args[0])  # what is read of a copy, is read of the original
         if function in (type, vars, getattr) and node.args:
             args = [*map(self.evaluated, node.args)]
-            if UNKNOWN in args[:2]:
+            if any(one is UNKNOWN for one in args[:2]):
                 return UNKNOWN
             if function is type:
                 return type(args[0])
@@ -337,7 +337,11 @@ def members_of(frame: Frame, node: ast.expr) -> Any:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
         if node.func.id == "zip":
             several = [members_of(frame, one) for one in node.args]
-            return UNKNOWN if UNKNOWN in several else [*zip(*several, strict=False)]
+            return (
+                UNKNOWN
+                if any(one is UNKNOWN for one in several)
+                else [*zip(*several, strict=False)]
+            )
         found = members_of(frame, node.args[0])
         if found is UNKNOWN or node.func.id not in ("list", "tuple", "enumerate", "reversed"):
             return UNKNOWN

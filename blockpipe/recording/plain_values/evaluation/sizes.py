@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from ....restoring.model_state import is_users
+from ...._common.libraries import is_users
 from ..syntax.accesses import Access, accesses_of, sources_of
 from ..syntax.effects import arguments_of, name_called
 from .expressions import Frame

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ...._common.code import source_of
+from ...._common.code import parsed, source_of
 from .bindings import assigned, bound, captured, set_to, stored
 from .branches import Condition, Turn, conditions_in, tests_in, turns_in
 from .contents import alternatives
@@ -338,7 +338,7 @@ def _nodes_of(code: types.CodeType) -> _Nodes:
 def _nodes_in(source: str) -> _Nodes:
     found = _Nodes(defaultdict(list), defaultdict(list))
     try:
-        level: list[tuple[ast.AST, tuple[ast.AST, ...]]] = [(ast.parse(source), ())]
+        level: list[tuple[ast.AST, tuple[ast.AST, ...]]] = [(parsed(source), ())]
     except (SyntaxError, ValueError):
         return found
     while level:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ....restoring.model_state import is_users
+from ...._common.libraries import is_users
 
 # Those that set something, or are called by name, are no reads of the object.
 _NO_READS = frozenset(

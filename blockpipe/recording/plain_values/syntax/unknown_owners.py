@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ....restoring.model_state import is_users
+from ...._common.libraries import is_users
 from .accesses import Access
 from .protocols import makers_of
 

@@ -100,7 +100,11 @@ class MissedTensors:
             case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot() as how], comparators=[right]):
                 both = frame.evaluated(left), frame.evaluated(right)
                 is_same = both[0] is both[1]
-                return None if UNKNOWN in both else is_same is isinstance(how, ast.Is)
+                return (
+                    None
+                    if any(one is UNKNOWN for one in both)
+                    else is_same is isinstance(how, ast.Is)
+                )
         value = frame.evaluated(test)
         return bool(value) if isinstance(value, _DECIDES) else None
 
