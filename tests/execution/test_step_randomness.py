@@ -1,6 +1,8 @@
 """Draws that neither the recording nor the first step has seen."""
 
 import random
+import threading
+import time
 import warnings
 from collections.abc import Callable
 
@@ -76,3 +78,39 @@ def test_a_late_draw_is_told_and_later_steps_draw_the_same_in_each_run(draw):
     for other in results[1:]:  # the second step is the late one
         assert other[0] == results[0][0]
         assert other[2:] == results[0][2:]
+
+
+class Slow(Net):
+    """Leaves others time between the stretches that draw."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = nn.functional.dropout(self.a(x), 0.1)
+        with bp.Block(stage=1):
+            time.sleep(0.005)
+            h = self.b(h)
+        with bp.Block(stage=2):
+            return self.c(h)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "sequential"])
+def test_a_thread_that_draws_meanwhile_is_told(schedule: str):
+    """Attack 21: a step sets the generators, and sets them back: a fifth of the numbers that a
+    thread drew for its augmentations had come before."""
+    pipe = bp.Pipeline(Slow(_dropped), devices=stages(3), chunks=4, schedule=schedule)
+    pipe.forward_backward(LOW, target=Y, loss_fn=nn.functional.mse_loss)
+    is_over = threading.Event()
+
+    def draw() -> None:
+        while not is_over.wait(0.001):
+            torch.rand(2)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        with pytest.warns(UserWarning, match="another thread"):
+            for _ in range(10):
+                pipe.forward_backward(LOW, target=Y, loss_fn=nn.functional.mse_loss)
+    finally:
+        is_over.set()
+        thread.join()
