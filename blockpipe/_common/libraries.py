@@ -5,6 +5,7 @@ method of its class: a library's code calls the user's, and no attribute of the 
 """
 
 import functools
+import re
 import sys
 import types
 from collections.abc import Container, Iterable, Iterator
@@ -18,6 +19,13 @@ FOREIGN = (
 """Objects of these packages are not a forward's state: locks, handlers, our own marks."""
 
 _OF_NO_PACKAGE = frozenset(["torch", "builtins", "__main__", *sys.stdlib_module_names])
+# They hold nothing of the user's themselves.
+_PLAIN = frozenset(
+    [
+        *(str, bytes, int, float, bool, complex, type(None), types.ModuleType, dict, list, tuple),
+        *(set, frozenset, types.BuiltinFunctionType, types.MethodDescriptorType, re.Pattern),
+    ]
+)
 
 
 @functools.cache
@@ -40,9 +48,9 @@ def has_users_code(function: types.FunctionType) -> bool:
     return is_users(function.__globals__.get("__name__"))
 
 
-def given_to_libraries(classes: Iterable[type]) -> Iterator[types.FunctionType]:
-    """Yield the user's functions that packages call by a name in one of their modules, by a method
-    of a class, or out of a dictionary that an object there, or its class, has.
+def given_to_libraries(classes: Iterable[type]) -> Iterator[Any]:
+    """Yield the user's functions, classes and objects that packages have by a name in one of their
+    modules, in a class, in a list or a dictionary there, or in one that an object has.
 
     Args:
         classes: a model's, with those that they inherit from. All loaded modules of their packages
@@ -56,21 +64,49 @@ def given_to_libraries(classes: Iterable[type]) -> Iterator[types.FunctionType]:
                 yield from _users_in(value, name, packages)
 
 
-def _users_in(value: Any, module: str, packages: Container[str]) -> Iterator[types.FunctionType]:
+def given_by_name(module: types.ModuleType, names: Iterable[str]) -> Iterator[Any]:
+    """Yield the user's functions, classes and objects that a library's module has by some names."""
+    if not is_users(module.__name__):
+        found = vars(module)
+        yield from filter(_is_users_own, (found[name] for name in names if name in found))
+
+
+def _users_in(value: Any, module: str, packages: Container[str]) -> Iterator[Any]:
     kind = type(value)
-    if kind is types.FunctionType:
-        yield from _users_among([value])
+    if kind in (dict, list):
+        yield from _users_among(value)
+    elif kind in _PLAIN:
+        return
+    elif _is_users_own(value):
+        yield value
     elif isinstance(value, type):
         if value.__module__ == module:
-            yield from _users_among(vars(value).values())
+            yield from _users_among(vars(value))
     elif kind.__module__.partition(".")[0] in packages:
-        for names in (getattr(value, "__dict__", {}), vars(kind)):
-            for member in names.values():
-                if isinstance(member, dict):
-                    yield from _users_among(dict.values(member))
+        held = value if isinstance(value, dict | list) else ()
+        for names in (getattr(value, "__dict__", {}), vars(kind), {"itself": held}):
+            for member in [*names.values()]:
+                if isinstance(member, dict | list):
+                    yield from _users_among(member)
 
 
-def _users_among(values: Iterable[Any]) -> Iterator[types.FunctionType]:
-    for value in values:
-        if type(value) is types.FunctionType and has_users_code(value):
-            yield value
+def _users_among(container: Any) -> Iterator[Any]:
+    """Yield the user's own among the members of a list, or the values of a mapping."""
+    values = container
+    if not isinstance(container, list):
+        values = (dict if isinstance(container, dict) else type(container)).values(container)
+    return filter(_is_users_own, [value for value in values if type(value) not in _PLAIN])
+
+
+def _is_users_own(value: Any) -> bool:
+    kind = type(value)
+    if kind is types.FunctionType:
+        return has_users_code(value)
+    if kind is types.MethodType:
+        return _is_users_own(value.__func__) or _is_users_own(value.__self__)
+    if kind is functools.partial:
+        return _is_users_own(value.func)
+    if kind in _PLAIN:
+        return False
+    module = value.__module__ if isinstance(value, type) else kind.__module__
+    return module in sys.modules and is_users(module)

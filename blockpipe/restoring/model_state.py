@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._common.libraries import FOREIGN, given_to_libraries, has_users_code, is_users
+from .._common.libraries import FOREIGN, given_by_name, given_to_libraries, has_users_code, is_users
 from .._torch.modes import DispatchMode
 from .._torch.modules import hooks_of_all_modules
 from .._torch.patched_functions import in_place_of_torchs
@@ -239,6 +239,8 @@ class ModelState:
                     values = self._hold(NamesHolder(names, read, function))
                     spaces += _spaces_of(values)
                     found += values
+                    for module in filter(_is_module, values):
+                        found += given_by_name(module, read)
         attributes = function.__dict__
         self._seen[id(attributes)] = attributes
         return [*found, *self._hold(AttributesHolder(attributes, function))]
@@ -268,6 +270,10 @@ class ModelState:
         # Tensors on a tensor may be as large as the model (main_grad, a subclass's inner ones),
         # and those of a data set larger.
         return [m for m in found if not isinstance(m[0] if type(m) is tuple and m else m, Tensor)]
+
+
+def _is_module(value: Any) -> bool:
+    return isinstance(value, types.ModuleType)
 
 
 def _spaces_of(values: Iterable[Any]) -> list[dict[str, Any]]:

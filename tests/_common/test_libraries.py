@@ -1,5 +1,6 @@
 """Which code is the user's own, and which of it libraries have been given."""
 
+import functools
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ class Registry:
     def __init__(self):
         self.functions = {"act": act}
 
-REGISTRY = Registry()
+REGISTRY, TABLE, HANDLERS = Registry(), {}, []
 
 class Activation(nn.Module):
     def forward(self, h):
@@ -37,6 +38,12 @@ class Activation(nn.Module):
 class Registered(nn.Module):
     def forward(self, h):
         return REGISTRY.functions["act"](h)
+
+class Listed(nn.Module):
+    def forward(self, h):
+        for function in (*TABLE.values(), *HANDLERS):
+            h = function(h)
+        return h
 
 class Helper:
     def call(self, h):
@@ -74,6 +81,23 @@ def scaled_method(self: object, h: Tensor) -> Tensor:
     return scaled(h)
 
 
+class Scale:
+    """Keeps a number of its own."""
+
+    def __init__(self) -> None:
+        self.now = Kept
+
+    def apply(self, h: Tensor) -> Tensor:
+        return scaled(h)
+
+
+class Uses(nn.Module):
+    """A forward of the user's that calls the library's function."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return blockpipe_tests_library.act(h)  # type: ignore[name-defined]  # noqa: F821
+
+
 def put(library: Any, how: str) -> Callable[[], nn.Module]:
     if how == "function":
         library.act = scaled
@@ -81,6 +105,15 @@ def put(library: Any, how: str) -> Callable[[], nn.Module]:
     if how == "registry":
         library.REGISTRY.functions["act"] = scaled
         return library.Registered
+    if how == "table":
+        library.TABLE["scale"] = Scale().apply
+        return library.Listed
+    if how == "list":
+        library.HANDLERS.append(functools.partial(scaled))
+        return library.Listed
+    if how == "by the user":
+        library.act, globals()[library.__name__] = scaled, library
+        return Uses
     if how == "module's method":
         library.Activation.forward = scaled_method
         return library.Activation
@@ -88,7 +121,10 @@ def put(library: Any, how: str) -> Callable[[], nn.Module]:
     return library.Helped
 
 
-HOW = ["function", "registry", "module's method", "another class's method"]
+HOW = [
+    *("function", "registry", "table", "list", "by the user"),
+    *("module's method", "another class's method"),
+]
 
 
 @pytest.mark.parametrize("how", HOW)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import blockpipe as bp
 from blockpipe.preparation import prepared
@@ -20,7 +21,7 @@ STEPS = (LOW, *[HIGH] * 5)
 
 
 def _dropped(h: Tensor) -> Tensor:
-    return nn.functional.dropout(h, 0.3)
+    return F.dropout(h, 0.3)
 
 
 def _scaled(h: Tensor) -> Tensor:
@@ -51,7 +52,7 @@ def _losses(draw: Callable[[Tensor], Tensor], schedule: str) -> list[float]:
     random.seed(0)
     pipe = bp.Pipeline(Net(draw), devices=stages(3), chunks=4, schedule=schedule)
     run = pipe.forward_backward
-    losses = [run(x, target=Y, loss_fn=nn.functional.mse_loss).loss.item() for x in STEPS]
+    losses = [run(x, target=Y, loss_fn=F.mse_loss).loss.item() for x in STEPS]
     return [*losses, torch.randn(1).item(), random.random()]
 
 
@@ -85,7 +86,7 @@ class Slow(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         with bp.Block(stage=0):
-            h = nn.functional.dropout(self.a(x), 0.1)
+            h = F.dropout(self.a(x), 0.1)
         with bp.Block(stage=1):
             time.sleep(0.005)
             h = self.b(h)
@@ -98,7 +99,7 @@ def test_a_thread_that_draws_meanwhile_is_told(schedule: str):
     """Attack 21: a step sets the generators, and sets them back: a fifth of the numbers that a
     thread drew for its augmentations had come before."""
     pipe = bp.Pipeline(Slow(_dropped), devices=stages(3), chunks=4, schedule=schedule)
-    pipe.forward_backward(LOW, target=Y, loss_fn=nn.functional.mse_loss)
+    pipe.forward_backward(LOW, target=Y, loss_fn=F.mse_loss)
     is_over = threading.Event()
 
     def draw() -> None:
@@ -109,8 +110,7 @@ def test_a_thread_that_draws_meanwhile_is_told(schedule: str):
     thread.start()
     try:
         with pytest.warns(UserWarning, match="another thread"):
-            for _ in range(10):
-                pipe.forward_backward(LOW, target=Y, loss_fn=nn.functional.mse_loss)
+            [pipe.forward_backward(LOW, target=Y, loss_fn=F.mse_loss) for _ in range(10)]
     finally:
         is_over.set()
         thread.join()
