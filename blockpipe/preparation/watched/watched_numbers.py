@@ -151,6 +151,16 @@ def _computes(name: str, *, is_first: bool) -> Any:
     return method
 
 
+def _powers(self: Any, other: Any, modulus: Any = None) -> Any:
+    if modulus is None:
+        return _power(self, other)
+    self._tell(GIVEN)
+    return pow(plain(self), plain(other), plain(modulus))
+
+
+_power = _computes("pow", is_first=False)
+
+
 def _rounds(self: Any, digits: int | None = None) -> Any:
     return self._computed(("round", plain(digits), False))
 
@@ -183,6 +193,7 @@ for _kind, _names in ((_Watched, _COMPUTES), (_WatchedInt, _OF_INTS)):
     for _name in _names:
         setattr(_kind, f"__{_name}__", _computes(_name, is_first=False))
         setattr(_kind, f"__r{_name}__", _computes(_name, is_first=True))
+_Watched.__pow__ = _powers  # type: ignore[attr-defined]
 for _kind, _base in ((_WatchedInt, int), (_WatchedFloat, float)):
     for _name, _member in vars(_base).items():
         if hasattr(_member, "__get__") and _name not in (*_LEFT, *vars(_Watched), *vars(_kind)):

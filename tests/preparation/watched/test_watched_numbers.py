@@ -69,6 +69,7 @@ USES: dict[str, Ask] = {
     "divmod": lambda n: divmod(n.step, 3)[0] == 1,
     "xor": lambda n: n.step ^ 3 == 0,
     "and": lambda n: 3 & n.step == 3,
+    "power": lambda n: pow(n.step, 2, 7) == 2,
     "bytes": lambda n: n.step.to_bytes(1, "big") == b"\3",
     "bits": lambda n: n.step.bit_count() == 2 and n.step > 1,
     "part": lambda n: n.step.numerator == 3,
