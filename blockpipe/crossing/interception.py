@@ -180,9 +180,9 @@ class CrossingMode(ForwardMode):
     ) -> Any:
         if how_many_function_modes():
             return self.apart(func, types, args, kwargs)
-        if not modes:  # those of the user's are given what is there, as in the plain loop
-            func = torchs_own(func)
         run, claims, kwargs, given = self.run, self._claims, kwargs or {}, args
+        # The user's modes are given what is there, as in the plain loop.
+        func = func if modes else torchs_own(func)
         if func in _ANSWERED:
             return self._answered(func, args, kwargs, modes)
         run.arrive()
@@ -199,14 +199,7 @@ class CrossingMode(ForwardMode):
             ]
         )
         if kwargs:
-            kwargs = {
-                k: local(v, reads)
-                if isinstance(v, Tensor)
-                else _all_local(local, v, reads)
-                if isinstance(v, list | tuple)
-                else v
-                for k, v in kwargs.items()
-            }
+            kwargs = {name: _any_local(local, value, reads) for name, value in kwargs.items()}
         func = _COUNTED.get(func, func) if reads else func
         constants = claims.constants_read(func, args, kwargs)
         with waiting_for_device() if self._waiting and func.__name__ in self._waiting else _NOTHING:
@@ -389,6 +382,12 @@ class CrossingMode(ForwardMode):
         finally:
             self.inside = False
             enter_modes(modes)
+
+
+def _any_local(local: Reader, value: Any, reads: Reads) -> Any:
+    if isinstance(value, Tensor):
+        return local(value, reads)
+    return _all_local(local, value, reads) if isinstance(value, list | tuple) else value
 
 
 def _all_local(local: Reader, value: Any, reads: Reads) -> Any:

@@ -110,9 +110,10 @@ def _calls_by_path(result: Recording) -> dict[str, list[Call]]:
     return found
 
 
-def calls_that_leave_tensors(model: nn.Module, recorder: Recorder) -> Iterator[Call]:
+def calls_that_leave_tensors(model: nn.Module, output: Any, recorder: Recorder) -> Iterator[Call]:
     """Yield the calls in which the forward left a tensor with a gradient path, on a module or in
-    another object, to be called before that is put back."""
+    another object, to be called before that is put back; also in one that is out of reach, out of
+    which the tensor came into the forward's output (a context variable's)."""
     on = [
         path
         for path, module in model.named_modules()
@@ -121,7 +122,7 @@ def calls_that_leave_tensors(model: nn.Module, recorder: Recorder) -> Iterator[C
     for call in recorder.result.calls:
         if any(is_within(path, call.path) for path in on):
             yield call
-    for members in recorder.outside.members():
+    for members in (*recorder.outside.members(), tensors(output)):
         for tensor in _left_in(members, recorder):
             tag: RecordedTag = getattr(tensor, TAG)
             yield from tag.calls - tag.returned_by

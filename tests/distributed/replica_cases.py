@@ -300,3 +300,49 @@ def a_hook_that_steps_by_a_share_is_refused_in_all(rank: int, ranks: int) -> Non
     x = torch.ones(4, 4)
     with pytest.raises(UsageError, match=r"register_post_accumulate_grad_hook.*'0.weight'"):
         shared.forward_backward(x, target=x, loss_fn=mean_square)
+
+
+class Centered(torch.autograd.Function):
+    """Subtracts the mean over the samples of all processes, as normalization over them does."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        return h - _mean_of_all(h)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient - _mean_of_all(gradient)
+
+
+def _mean_of_all(h: Tensor) -> Tensor:
+    total = h.sum(0)
+    dist.all_reduce(total)
+    return total / (len(h) * dist.get_world_size())
+
+
+class Center(nn.Module):
+    def forward(self, h: Tensor) -> Tensor:
+        return Centered.apply(h)
+
+
+def collectives_in_a_backward_are_not_mixed_with_the_sums(rank: int, ranks: int) -> None:
+    """Those of the first stage come while gradients of the others are summed: in the user's own
+    group each process would make them in another order, and both abort."""
+    layers = [nn.Linear(6, 6) for _ in range(4)]
+    net = bp.begin_blocks(nn.Sequential(layers[0], Center(), *layers[1:]), {"2": 1, "3": 2})
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(ranks, 16, 6, generator=generator)
+    shared = ReplicatedPipeline(bp.Pipeline(net, devices=["cpu"] * 3, chunks=4))
+    plain = copy.deepcopy(nn.ModuleList(layers))  # as the first process has them
+    with mock.patch.multiple(prepared, SMALL_OPERATION=0.0, SMALL_HOP=0.0):
+        for _ in range(5):
+            shared.forward_backward(x[rank], loss_fn=lambda out: out.square().mean())
+    for _ in range(5):
+        for part in x.chunk(4, dim=1):
+            h = plain[0](part.flatten(0, 1))
+            h = h - h.mean(0)
+            for layer in plain[1:]:
+                h = layer(h)
+            (h.square().mean() / 4).backward()
+    for layer, own in zip(layers, plain, strict=True):
+        torch.testing.assert_close(layer.weight.grad, own.weight.grad, rtol=1e-4, atol=1e-5)

@@ -121,8 +121,9 @@ class ReplicatedPipeline:
             group = mesh.get_group()
         self.pipe = pipe
         self.sums: StageSums | None = None
-        everyone = group or dist.group.WORLD
-        assert everyone is not None  # there is one where torch is initialized
+        given = group or dist.group.WORLD
+        assert given is not None  # there is one where torch is initialized
+        everyone = _own_group(given)
         self._replicas = StageReplicas(everyone)
         self._device = torch.device("cpu")
         if dist.get_backend(everyone) != "gloo":
@@ -259,3 +260,12 @@ class ReplicatedPipeline:
         whose = (self.pipe.module, self._replicas, prepared, microbatches, self._device)
         self.sums = StageSums(*whose, self._failures.progress)
         return self.sums
+
+
+def _own_group(given: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Make another group of the same processes: threads of ours make its collectives, while the
+    model's code may make some of the user's."""
+    members, backend = dist.get_process_group_ranks(given), dist.get_backend(given)
+    made = dist.new_group(members, backend=backend, use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)  # this process is one of them
+    return made

@@ -104,11 +104,15 @@ class _Watched:
 
 
 class _WatchedInt(_Watched, int):
-    pass
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a plain number, as ``type(n)(…)`` of the user's code has it."""
+        return int(*args, **kwargs)
 
 
 class _WatchedFloat(_Watched, float):
-    pass
+    def __new__(cls, *args: Any) -> Any:
+        """As for an integer."""
+        return float(*args)
 
 
 def watched(value: Any, steps: Steps, *told: Any) -> Any:
@@ -116,10 +120,11 @@ def watched(value: Any, steps: Steps, *told: Any) -> Any:
         at = ((*steps, ("getitem", index, False)) for index in itertools.count())
         members = tuple(watched(member, of, *told) for member, of in zip(value, at, strict=False))
         return value if all(map(operator.is_, members, value)) else members
-    kind = {int: _WatchedInt, float: _WatchedFloat}.get(type(value))
+    base: Any = type(value)
+    kind = {int: _WatchedInt, float: _WatchedFloat}.get(base)
     if kind is None:
         return value
-    found: Any = kind(value)
+    found = base.__new__(kind, value)
     found._steps, found._told = steps, told
     return found
 
@@ -191,9 +196,9 @@ for _name in _ALONE:
 _WatchedInt.__invert__ = _computes_alone("invert")  # type: ignore[method-assign]
 for _kind, _names in ((_Watched, _COMPUTES), (_WatchedInt, _OF_INTS)):
     for _name in _names:
-        setattr(_kind, f"__{_name}__", _computes(_name, is_first=False))
+        _own = _powers if _name == "pow" else _computes(_name, is_first=False)
+        setattr(_kind, f"__{_name}__", _own)
         setattr(_kind, f"__r{_name}__", _computes(_name, is_first=True))
-_Watched.__pow__ = _powers  # type: ignore[attr-defined]
 for _kind, _base in ((_WatchedInt, int), (_WatchedFloat, float)):
     for _name, _member in vars(_base).items():
         if hasattr(_member, "__get__") and _name not in (*_LEFT, *vars(_Watched), *vars(_kind)):

@@ -4,6 +4,7 @@ import copy
 import fractions
 import logging
 import math
+import statistics
 import warnings
 from collections.abc import Callable
 
@@ -77,6 +78,8 @@ USES: dict[str, Ask] = {
     "fraction": lambda n: n.step == fractions.Fraction(3),
     "numpy": lambda n: n.step > np.int64(2),
     "class": lambda n: n.step.__class__(n.step) == 3,
+    "type": lambda n: type(n.step)(3) == n.step,
+    "mean": lambda n: statistics.mean([n.step, 4]) == 3.5,
 }
 
 
