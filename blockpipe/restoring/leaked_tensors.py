@@ -116,8 +116,10 @@ def _holder(value: object) -> str:
         if isinstance(found, dict):
             key = _key_of(found, value)
             owner = _holding(found)
-            if _is_ours(owner):
-                return ""  # held by another thread's call that waits for the recording's end
+            if _is_ours(owner) or isinstance(owner, FakeTensor):
+                # By another thread's call that waits for the recording's end; or by another tensor,
+                # which is looked at itself, and may be kept by the first one's graph alone.
+                return ""
             if isinstance(owner, types.ModuleType):
                 return ", in ".join([*steps, f"{owner.__name__}.{key}"])
             if getattr(owner, "__dict__", None) is found:

@@ -1,9 +1,19 @@
 """On which hops a module runs sealed, from its calls alone."""
 
-import pytest
+import copy
+from typing import Any
 
+import pytest
+import torch
+from torch import Tensor
+
+import blockpipe as bp
 from blockpipe.recording.calls import Call
 from blockpipe.recording.sealing import sealed_hops
+
+from ..alike import DEVICE
+from ..parity import assert_same_gradients, plain_step
+from ..stage_devices import assert_close, stages
 
 
 def made(hop=None, last=None, *, sealed=True, parent=None):
@@ -67,3 +77,30 @@ def test_ancestors_are_from_the_inside_out():
     outer = made(0)
     middle = made(0, parent=outer)
     assert [*made(0, parent=middle).ancestors()] == [middle, outer]
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "1f1b"])
+def test_attentions_that_a_model_collects_by_a_context_variable_are_trained(schedule: str):
+    """Attack 22: a hook within a sealed layer puts them into a list that such a variable holds, so
+    that no object within reach has them; the output does."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "attn_implementation": "eager"}
+    net = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    plain = copy.deepcopy(net).to(DEVICE)
+    pipe = bp.Pipeline(
+        bp.begin_blocks(net, {"model.layers.1": 1}), devices=stages(2), chunks=2, schedule=schedule
+    )
+    ids = torch.randint(0, 64, (4, 8))
+    given = {"input_ids": ids, "output_attentions": True, "use_cache": False}
+    found = pipe.forward_backward(**given, loss_fn=_of_attentions).loss
+    expected = plain_step(
+        plain, (), {**given, "input_ids": ids.to(DEVICE)}, None, _of_attentions, 2
+    )
+    assert_close(found, expected)
+    assert_same_gradients(net, plain)
+
+
+def _of_attentions(output: Any) -> Tensor:
+    squares = [attention.square().mean() for attention in output.attentions]
+    return torch.stack(squares).sum() + output.logits.square().mean()

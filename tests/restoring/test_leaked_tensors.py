@@ -4,10 +4,14 @@ from contextvars import ContextVar
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+import blockpipe as bp
 from blockpipe.errors import RecordingError
 from blockpipe.restoring.leaked_tensors import TrackedFakes
+
+from ..alike import check_trains_alike
 
 
 class Held:
@@ -64,3 +68,24 @@ def test_a_tensor_in_a_context_variable_is_said_to_be_in_that():
             mode.check_nothing_is_left()
     for variable, token in zip(variables, before, strict=True):
         variable.reset(token)
+
+
+class SetsAttribute(nn.Module):
+    """Sets an attribute of a tensor whose graph leads back to the tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            x = x.tanh()
+            x.gate = self.a(x).softmax(-1)
+            h = x * x.gate
+        with bp.Block(stage=1):
+            return self.b(h) + x.gate
+
+
+def test_a_tensor_that_another_one_of_the_recording_has_is_no_leak():
+    """Attack 22: the first one's graph keeps the other one."""
+    check_trains_alike(SetsAttribute())
