@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import blockpipe as bp
 from blockpipe.recording.calls import Call
@@ -104,3 +104,43 @@ def test_attentions_that_a_model_collects_by_a_context_variable_are_trained(sche
 def _of_attentions(output: Any) -> Tensor:
     squares = [attention.square().mean() for attention in output.attentions]
     return torch.stack(squares).sum() + output.logits.square().mean()
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:
+        kept.append(weights := self.layer(x).softmax(-1))
+        return x * weights
+
+
+class Collects(nn.Module):
+    """Returns what its modules have appended to a list, and does not read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Attends(), Attends()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        kept: list[Tensor] = []
+        with bp.Block(stage=0):
+            x = self.a(x, kept)
+        with bp.Block(stage=1):
+            return self.b(x, kept), kept
+
+
+def _of_all(output: tuple[Tensor, list[Tensor]]) -> Tensor:
+    return output[0].square().mean() + torch.stack(output[1]).square().mean()
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "1f1b"])
+def test_what_only_the_loss_reads_of_a_list_is_trained(schedule: str):
+    """Attack 22: it was refused, unless the forward read it as well."""
+    net, x = Collects(), torch.randn(8, 4)
+    plain = copy.deepcopy(net).to(DEVICE)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule=schedule)
+    found = pipe.forward_backward(x, loss_fn=_of_all).loss
+    assert_close(found, plain_step(plain, (x.to(DEVICE),), {}, None, _of_all, 4))
+    assert_same_gradients(net, plain)
