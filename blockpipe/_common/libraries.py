@@ -95,6 +95,7 @@ def _users_among(container: Any) -> Iterator[Any]:
     values = container
     if not isinstance(container, list):
         values = (dict if isinstance(container, dict) else type(container)).values(container)
+    values = [*values]  # another thread may set some
     return filter(_is_users_own, [value for value in values if type(value) not in _PLAIN])
 
 

@@ -45,7 +45,7 @@ _by_code = {each.__code__: each for each in _own.values()}
 def in_place_of_torchs() -> Iterator[Callable[..., Any]]:
     """Yield the functions that somebody has put in the place of torch's."""
     for space in _SPACES:
-        for member in vars(space).values():
+        for member in [*vars(space).values()]:  # another thread may set some
             if isinstance(member, _OF_PYTHON) and id(member) not in _own:
                 names = getattr(member, "__globals__", {})
                 if not f"{names.get('__name__')}.".startswith("torch."):
@@ -63,7 +63,7 @@ def torchs_own(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     if type(function) in _OF_C or id(function) in _own:
         return function
-    if getattr(function, "__module__", "").partition(".")[0] == _PACKAGE:
+    if str(getattr(function, "__module__", "")).partition(".")[0] == _PACKAGE:
         return function
     caller = sys._getframe(2)
     if caller.f_code is not handle_torch_function.__code__:
@@ -78,7 +78,7 @@ def torchs_own(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _method_behind(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the method of C in whose place a function is."""
-    for name, member in vars(Tensor).items():
+    for name, member in [*vars(Tensor).items()]:
         if member is function and hasattr(_BASE, name):
             method: Callable[..., Any] = inspect.getattr_static(_BASE, name)
             return method
