@@ -23,7 +23,7 @@ from .._torch.graph import gradient_hooks, stepping_hooks
 from .._torch.modules import pruned_names
 from .._torch.tensors import version_of
 from ..errors import UsageError
-from .holders import DictHolder, Holder, SequenceHolder
+from .holders import AttributesHolder, DictHolder, Holder, SequenceHolder
 from .model_state import ModelState
 
 _PLAIN = frozenset([bool, int, float, complex, str, bytes, type(None)])
@@ -76,7 +76,7 @@ class CopiedModels:
         try:
             with torch.inference_mode(False):  # they are trained, whatever this is called under
                 self._memos = [_without_graphs(self.model) for _ in range(self.count)]
-                self.copies = [copy.deepcopy(self.model, memo) for memo in self._memos]
+                self.copies = [_copied(self.model, memo) for memo in self._memos]
         except RuntimeError as error:
             raise UsageError(
                 f"expected a model that copy.deepcopy can copy, got its error {error} "
@@ -87,6 +87,7 @@ class CopiedModels:
         beside = [each for each in kept if id(each) not in registered]
         self._leaves = [t for t in beside if isinstance(t, Tensor) and _is_trained(t)]
         self._apart = [m for m in beside if isinstance(m, nn.Module)]
+        self._tensors = [each for each in beside if isinstance(each, Tensor)]  # in tuples too
         for memo in self._memos:
             for leaf in self._leaves:
                 memo[id(leaf)].grad = None  # a copy of a plain tensor has one of its gradient
@@ -126,7 +127,7 @@ class CopiedModels:
         """Find the objects of which each copy has its own."""
         memo = self._memos[0] if self._memos else {}
         state = ModelState(self.model, values=False, contents=False)
-        owned = [h for h in state.holders if _has_names(h.owner, memo)]
+        owned = [h for h in state.holders if _has_names(h, memo)]
         for holder in owned:
             holder.before = []  # the saved members may be as large as the model
         self._named: list[Any] = [h for h in owned if isinstance(h, DictHolder)]
@@ -149,7 +150,8 @@ class CopiedModels:
         self._lists = [space for space in self._spaces[len(self._named) :] if space]
         ids = {id(tensor) for tensor in self._held}
         values = self._values()
-        self._beside = [v for v in values if isinstance(v, Tensor) and id(v) not in ids]
+        beside = {id(v): v for v in (*values, *self._tensors) if isinstance(v, Tensor)}
+        self._beside = [tensor for key, tensor in beside.items() if key not in ids]
         self._seen = self._now(values)
 
     def _values(self) -> list[Any]:
@@ -253,9 +255,21 @@ def _takes_values(tensor: Tensor, own: Tensor) -> bool:
     return is_plain and tensor.shape == own.shape and not (is_expanded or own.is_inference())
 
 
-def _has_names(owner: Any, memo: dict[int, Any]) -> bool:
+def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return a deep copy, in which parameters have the attributes that were set on them as well:
+    torch copies those of other tensors only."""
+    copied = copy.deepcopy(model, memo)
+    for parameter in model.parameters():
+        vars(memo[id(parameter)]).update(copy.deepcopy(vars(parameter), memo))
+    return copied
+
+
+def _has_names(holder: Holder, memo: dict[int, Any]) -> bool:
     """Whether an object of which each copy has its own has members that are followed."""
-    return not isinstance(owner, Tensor | torch.Generator) and _is_copied(owner, memo)
+    owner = holder.owner
+    if isinstance(owner, Tensor) and not isinstance(holder, AttributesHolder):
+        return False
+    return not isinstance(owner, torch.Generator) and _is_copied(owner, memo)
 
 
 def _is_copied(owner: Any, memo: dict[int, Any]) -> bool:

@@ -1,6 +1,8 @@
 """Parameters that no module has registered, in copies of a pipeline: one value, one gradient."""
 
 import copy
+import functools
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -22,6 +24,35 @@ class Holder:
         self.value = value
 
 
+class Pair(NamedTuple):
+    """A tensor beside a number."""
+
+    weight: float
+    value: torch.Tensor
+
+
+def _pair(value: torch.Tensor) -> Pair:
+    return Pair(0.5, value)
+
+
+def _partial(value: torch.Tensor) -> functools.partial[torch.Tensor]:
+    return functools.partial(torch.mul, value)
+
+
+def _of_a_tensor(value: torch.Tensor) -> torch.Tensor:
+    found = torch.ones(1)
+    found.value = value
+    return found
+
+
+def _value_of(part: object) -> torch.Tensor:
+    if isinstance(part, functools.partial):
+        return part.args[0]
+    if type(part) is tuple:
+        return part[1]
+    return part if isinstance(part, torch.Tensor) and not hasattr(part, "value") else part.value
+
+
 class Hides(nn.Module):
     """Has a part that no module registers."""
 
@@ -33,10 +64,10 @@ class Hides(nn.Module):
         (part,) = self.parts
         with bp.Block(stage=0):
             h = self.a(x)
-            if callable(part):
+            if callable(part) and not isinstance(part, functools.partial):
                 h = part(h)
             else:
-                h = h * (part if isinstance(part, torch.Tensor) else part.value).to(h.device)
+                h = h * _value_of(part).to(h.device)
         with bp.Block(stage=1):
             return self.b(h)
 
@@ -130,7 +161,11 @@ def test_a_hook_on_a_hidden_parameter_is_refused():
     ],
     ids=["data", "numpy", "in_place"],
 )
-@pytest.mark.parametrize("wrap", [lambda value: value, Holder], ids=["tensor", "object"])
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda value: value, Holder, lambda value: (0.5, value), _pair, _partial, _of_a_tensor],
+    ids=["tensor", "object", "tuple", "named tuple", "partial", "attribute of a tensor"],
+)
 def test_a_plain_tensor_when_the_user_writes_to_it_is_followed(wrap, write) -> None:
     """The copies kept the value of before, silently, where its version does not tell of it."""
     value = torch.ones(4)
@@ -143,9 +178,8 @@ def test_a_plain_tensor_when_the_user_writes_to_it_is_followed(wrap, write) -> N
         loss = two.forward_backward(x, target=y, loss_fn=F.mse_loss).loss
         expected = F.mse_loss(plain(x), y)
         assert_close(loss, expected.detach())
-        (part,), (its,) = net.parts, plain.parts
-        for one in (part, its):
-            write(one if isinstance(one, torch.Tensor) else one.value)
+        for (part,) in (net.parts, plain.parts):
+            write(_value_of(part))
 
 
 def test_a_plain_tensor_when_the_forward_writes_to_it_is_each_copys_own() -> None:
@@ -164,3 +198,23 @@ def test_a_plain_tensor_when_the_forward_writes_to_it_is_each_copys_own() -> Non
     for _ in range(2):
         two.forward_backward(torch.randn(8, 4), target=torch.randn(8, 4), loss_fn=F.mse_loss)
     assert [pipe.module.parts[0][0].item() for pipe in two.pipes] == [4.0, 4.0]
+
+
+def test_attributes_of_parameters_are_in_the_copies_and_followed() -> None:
+    """Attack 22: ``copy.deepcopy`` of a parameter leaves them out."""
+
+    class Gained(Hides):
+        def forward(self, x):
+            with bp.Block(stage=0):
+                h = self.a(x) * self.a.weight.gain
+            with bp.Block(stage=1):
+                return self.b(h)
+
+    net = Gained(None)
+    net.a.weight.gain = 2.0
+    two = Replicas(net, groups(), chunks=2)
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    for gain in (2.0, 3.0, 3.0):
+        net.a.weight.gain = gain
+        loss = two.forward_backward(x, target=y, loss_fn=F.mse_loss).loss
+        assert_close(loss, F.mse_loss(net(x), y).detach())
