@@ -8,7 +8,6 @@ have their own. Values in parameters and buffers are not compared.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, repeat
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .._common.callsite import users_line
+from .._common.modules import copied_whole
 from .._torch.graph import gradient_hooks, stepping_hooks
 from .._torch.modules import pruned_names
 from .._torch.tensors import version_of
@@ -76,7 +76,7 @@ class CopiedModels:
         try:
             with torch.inference_mode(False):  # they are trained, whatever this is called under
                 self._memos = [_without_graphs(self.model) for _ in range(self.count)]
-                self.copies = [_copied(self.model, memo) for memo in self._memos]
+                self.copies = [copied_whole(self.model, memo) for memo in self._memos]
         except RuntimeError as error:
             raise UsageError(
                 f"expected a model that copy.deepcopy can copy, got its error {error} "
@@ -253,15 +253,6 @@ def _takes_values(tensor: Tensor, own: Tensor) -> bool:
     )
     is_expanded = 0 in own.stride() if is_plain else False
     return is_plain and tensor.shape == own.shape and not (is_expanded or own.is_inference())
-
-
-def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Return a deep copy, in which parameters have the attributes that were set on them as well:
-    torch copies those of other tensors only."""
-    copied = copy.deepcopy(model, memo)
-    for parameter in model.parameters():
-        vars(memo[id(parameter)]).update(copy.deepcopy(vars(parameter), memo))
-    return copied
 
 
 def _has_names(holder: Holder, memo: dict[int, Any]) -> bool:

@@ -5,7 +5,6 @@ more: gradients, parameters (``nn.Embedding(max_norm=…)`` writes to its weight
 generators. Hooks that update parameters in the backward would even train the model.
 """
 
-import copy
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._common.modules import copied_whole
 from .._torch.graph import stepping_hooks
 from ..devices.rng_streams import Source, preserve_rng
 from .held_signals import RestoredWhole
@@ -108,7 +108,7 @@ def moved_copy(module: nn.Module, device: torch.device) -> nn.Module:
         if isinstance(tensor, nn.Parameter):
             moved = nn.Parameter(moved, tensor.requires_grad)
         memo[id(tensor)] = moved
-    return copy.deepcopy(module, memo)
+    return copied_whole(module, memo)
 
 
 def fresh_copy(tensor: Tensor, device: torch.device) -> Tensor:

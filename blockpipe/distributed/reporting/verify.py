@@ -7,7 +7,6 @@ over all shares, and the values of the other replicas come to it one replica at 
 
 from __future__ import annotations
 
-import copy
 import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._common.callsite import users_line
+from ..._common.modules import copied_whole
 from ..._common.nested import map_tensors
 from ...batches.joining import join
 from ...batches.microbatch import weights_of
@@ -268,7 +268,7 @@ class StageVerifier:
             if self._has_first:
                 memo[id(buffer)] = buffers[name] = value
         with self._agreement.at_end(lambda: Kind({"call": "the whole model of verify"})):
-            return copy.deepcopy(self._model, memo) if self._compares else None, buffers
+            return copied_whole(self._model, memo) if self._compares else None, buffers
 
     def _gathered(self, buffers: dict[str, Tensor]) -> list[Share]:
         """Return the shares of all replicas, where they are compared."""
