@@ -116,7 +116,7 @@ def copied_whole(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         own = memo.get(id(tensor), tensor)  # a class may copy itself in its own way
         for name, value in vars(tensor).items() if own is not tensor else ():
             try:
-                vars(own).setdefault(name, copy.deepcopy(value, memo))
+                vars(own)[name] = copy.deepcopy(value, memo)
             except (TypeError, RuntimeError):  # a lock, a process group, a tensor with a graph
                 vars(own)[name] = value
     return copied

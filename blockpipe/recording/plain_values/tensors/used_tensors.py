@@ -89,6 +89,8 @@ def uses_of(
     reads = access.counts or (
         access.reads and access.use in (Use.READ, Use.BOTH) and not _asks_shape(access)
     )
+    # Whether there is one is a question to it as well, and a variable may be asked.
+    reads = reads or (key == GRADIENT and not writes)
     if reads or writes:
         yield from (TensorUse(tensor, key, reads, writes) for tensor in found.behind(node))
 
