@@ -31,7 +31,7 @@ from .._common.threads.thread_state import (
 from .._torch.graph import saved_tensor_hooks
 from .._torch.modes import function_mode_at, how_many_function_modes
 from .._torch.patched_functions import torchs_own
-from ..errors import CrossingError
+from ..errors import CrossingError, StateError
 from .microbatch_run import MicrobatchRun, Reader
 from .step_context import Seal
 from .tensors.place import Reads
@@ -284,6 +284,13 @@ class CrossingMode(ForwardMode):
     ) -> Any:
         """Return the ``.grad`` of the tensor itself, wherever it is: it crosses when it is read."""
         self.run.arrive()
+        step, home = self.run.step, self.run.step.homes.get(id(tensor))
+        if home is not None and home.stage != self.run.stage and step.constants is not None:
+            raise StateError(
+                f"the forward or the loss reads the .grad of {home.name!r}, of stage {home.stage}, "
+                f"on stage {self.run.stage} ({users_line()}): which backwards were there by then "
+                "depends on timing; read it between steps, or use schedule='sequential'"
+            )
         holder = self.run.holder_of_gradient(tensor, self._local)
         gradient = call_under(modes, func, (holder,), {}) if modes else func(holder)
         if gradient is not None:
