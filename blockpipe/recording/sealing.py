@@ -112,8 +112,8 @@ def _calls_by_path(result: Recording) -> dict[str, list[Call]]:
 
 def calls_that_leave_tensors(model: nn.Module, output: Any, recorder: Recorder) -> Iterator[Call]:
     """Yield the calls in which the forward left a tensor with a gradient path, on a module or in
-    another object, to be called before that is put back; also in one that is out of reach, out of
-    which the tensor came into the forward's output (a context variable's)."""
+    another object, to be called before that is put back; and those in which it left one, wherever,
+    that has come into its output."""
     on = [
         path
         for path, module in model.named_modules()
@@ -122,10 +122,11 @@ def calls_that_leave_tensors(model: nn.Module, output: Any, recorder: Recorder) 
     for call in recorder.result.calls:
         if any(is_within(path, call.path) for path in on):
             yield call
-    for members in (*recorder.outside.members(), tensors(output)):
-        for tensor in _left_in(members, recorder):
-            tag: RecordedTag = getattr(tensor, TAG)
-            yield from tag.calls - tag.returned_by
+    left = [t for members in recorder.outside.members() for t in _left_in(members, recorder)]
+    # Without a gradient path too: they say which micro-batch they are of.
+    for tensor in (*left, *filter(recorder.has_made, tensors(output))):
+        tag: RecordedTag = getattr(tensor, TAG)
+        yield from tag.calls - tag.returned_by
 
 
 def _leaves(value: Any, recorder: Recorder) -> bool:
@@ -142,7 +143,7 @@ def _left_in(values: Iterable[Any], recorder: Recorder) -> Iterator[Tensor]:
 def _open_calls(leaving: Iterable[Call]) -> None:
     """Open the calls in which a forward leaves a tensor: a loss, or the next one, reads it. What
     a ``torch.func`` transform computes is followed in a sealed call only."""
-    why = "it leaves a tensor with a gradient path, which the loss or the next call may read"
+    why = "it leaves a tensor, which the output has, or the loss or the next call may read"
     for call in leaving:
         for around in () if call.is_function else (call, *call.ancestors()):
             if not around.transforms:

@@ -19,7 +19,8 @@ from ...batches.microbatch import Microbatch
 from ...crossing.interception import CrossingMode
 from ...crossing.microbatch_run import MicrobatchRun
 from ...crossing.offload import Offload
-from ...crossing.tags import edge_of
+from ...crossing.tags import TAG, Tag, edge_of
+from ...crossing.tensors.place import Reads
 from ...crossing.uncut_run import UncutRun
 from ...devices.sanitizer import Sanitizer
 from ...stages.cursor import Cursor, set_cursor, set_microbatch
@@ -178,6 +179,8 @@ class MicrobatchForward:
                 root = self._state.root(m, result.loss)
                 run.add_root(run.hop_of(loss), edge_of(loss), root)
         if "outputs" in self._request.want:
+            if self._state.context.constants is not None:
+                _check_own(run, output)
             starts_backward = "loss" not in self._request.want  # from the outputs, by the caller
             is_cut = self._request.is_cut
             keeps_edges = is_cut and starts_backward and self._state.context.graphs.differentiable
@@ -189,6 +192,16 @@ class MicrobatchForward:
                 lambda t: t if starts_backward and not is_cut else run.newest(t).detach(), output
             )
         return result
+
+
+def _check_own(run: MicrobatchRun, output: Any) -> None:
+    """Raise :class:`StateError` for an output that another micro-batch has left on an object: to
+    return it is no operation, which would look."""
+    read = run.reader()
+    for tensor in tensors(output):
+        tag: Tag | None = getattr(tensor, TAG, None)
+        if tag is not None and tag.key is not run.place.key:
+            read(tensor, Reads())
 
 
 def _edge(run: MicrobatchRun, leaf: Any) -> tuple[int, GradientEdge] | None:

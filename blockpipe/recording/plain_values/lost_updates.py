@@ -11,6 +11,7 @@ source decides that, and no run could: that a thread came in between is chance.
 import ast
 import types
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +25,20 @@ from .syntax.effects import name_called
 _CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 _IN_PLACE = (list, set, dict, deque, bytearray)
 _RUNS_CODE = (ast.Await, ast.Yield, ast.YieldFrom, ast.ListComp, ast.SetComp, ast.DictComp)
+
+
+def read_how(access: Access, frame: Frame, is_lasting: Callable[[Any], bool]) -> dict[str, bool]:
+    """Return how an access reads a value: only to update it, so that what others set may be lost,
+    or to put it as it is into what outlives the forward, or into a hook's default.
+
+    Args:
+        access: the access that reads the value.
+        frame: the frame that it is in.
+        is_lasting: says whether an object outlives the forward.
+    """
+    kept = None if access.stored_in is None else frame.evaluated(access.stored_in)
+    stores = kept is not None and (isinstance(kept, Tensor) or is_lasting(kept))
+    return {"counts": access.counts, "loses": may_lose(access, frame), "stores": stores}
 
 
 def may_lose(access: Access, frame: Frame) -> bool:

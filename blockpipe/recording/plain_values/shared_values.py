@@ -40,7 +40,7 @@ from .evaluation.index_uses import IndexUses
 from .evaluation.members import ALL, UNKNOWN, WHOLE, Names, member_of, owners_of
 from .evaluation.sizes import Sizes
 from .known_values import OF_CHECKPOINT, KnownValues
-from .lost_updates import may_lose
+from .lost_updates import read_how
 from .missed_branches import MissedBranches
 from .not_put_back import Effect, asks_cache, check_class, effect_of, found_among
 from .pending_writes import PendingWrite, PendingWrites
@@ -272,9 +272,9 @@ class SharedValues:
             return
         if owner is not None and self._is_lasting(owner):
             if access.reads and not access.is_said:
-                loses = may_lose(access, frame)
+                how = read_how(access, frame, self._is_lasting)
                 for holder in owners_of(owner, key):
-                    self._reads(holder, key, frame, hop, counts=access.counts, loses=loses)
+                    self._reads(holder, key, frame, hop, **how)
                 self._may_read_others(owner, key, access, frame, hop)
             if access.writes:
                 self._will_set([(owner, key, value)], access, frame, hop)
@@ -314,8 +314,7 @@ class SharedValues:
     def _reads_any(self, name: str | None, access: Access, frame: Frame, hop: int) -> None:
         """Note a read of an object that nobody can tell."""
         for owner in self.known.owners_by_name(name):
-            loses = may_lose(access, frame)
-            self._reads(owner, name, frame, hop, counts=access.counts, loses=loses)
+            self._reads(owner, name, frame, hop, **read_how(access, frame, self._is_lasting))
 
     def _calls_method(self, node: ast.Attribute, frame: Frame, hop: int) -> None:
         """Note a read of a method, or of other code, that the object's class leads to."""
@@ -339,8 +338,7 @@ class SharedValues:
         is_read = access.use is not Use.WRITE and not (is_filled and access.is_dropped)
         key = entry_asked(access, frame)
         if is_read and not access.is_said:
-            loses = may_lose(access, frame)
-            self._reads(value, key, frame, hop, counts=access.counts, loses=loses)
+            self._reads(value, key, frame, hop, **read_how(access, frame, self._is_lasting))
             self._may_read_others(value, key, access, frame, hop)
             if is_given and is_array(value) and shares_memory(function):
                 known = self.known.at(value, ALL)  # what autograd saves may change, too
@@ -380,7 +378,7 @@ class SharedValues:
         return is_known and is_used_whole(value, access, is_still=self._still is not None)
 
     def _reads(
-        self, owner: Any, key: Any, frame: Frame, hop: int, *, counts: bool, loses: bool = False
+        self, owner: Any, key: Any, frame: Frame, hop: int, *, counts: bool, **how: bool
     ) -> None:
         apart = self._apart(frame)
         is_its_own = apart is not None and apart.reads_its_own((space_of(owner), key))
@@ -390,9 +388,9 @@ class SharedValues:
         known.is_found(hop, frame.line)
         known.is_read_outside = known.is_read_outside or self._still is not None
         if counts:
-            known.is_counted(hop, frame.line, loses=loses)
+            known.is_counted(hop, frame.line, loses=how.get("loses", False))
             return
-        known.is_read(hop, frame.line, self._calls())
+        known.is_read(hop, frame.line, self._calls(), stores=how.get("stores", False))
         if not is_its_own and self._checkpoints.of(frame.frame) is not None:
             known.is_read(back(hop), frame.line)
             known.remedy = OF_CHECKPOINT

@@ -41,6 +41,7 @@ class SharedValue:
     is_read_outside: bool = False  # by code that the model does not reach, such as a hook's
     came_on: set[int] = field(default_factory=set)  # hops that read what a forward before has left
     made_on: set[int] = field(default_factory=set)  # the stages that make the tensors in it
+    stored_on: set[int] = field(default_factory=set)  # where it is only put elsewhere
     is_bare: bool = False  # whether it is set to a value without tensors
     is_fixed: bool = True  # whether its setters say what they set it to: ``module.eval()``
     lines: set[str] = field(default_factory=set)  # that set it, to the same value too
@@ -62,8 +63,12 @@ class SharedValue:
         # ``VARIABLE.set(VARIABLE.get() + 1)`` finds the variable first, and sets it last.
         self.is_carried = self.is_carried or is_before or self.first_write == line
 
-    def is_read(self, hop: int, line: str, calls: Iterable[Call | None] = ()) -> None:
-        """Note that code on a hop reads it, in one of the forward's calls."""
+    def is_read(
+        self, hop: int, line: str, calls: Iterable[Call | None] = (), *, stores: bool = False
+    ) -> None:
+        """Note that code on a hop reads it, in one of the forward's calls, or puts it elsewhere as
+        it is."""
+        self.stored_on |= {hop} if stores else set()
         for call in calls:
             self.read_in.setdefault(id(call), (call, line))
         self.first_read = self.first_read or line
@@ -102,15 +107,17 @@ class SharedValue:
 
     def tells_itself(self, read_on: Iterable[int], stage_of: Callable[[int], int]) -> bool:
         """Return whether each value that is set there says which micro-batch it is of, wherever it
-        is read. A tensor says it, but to the stage that made it, which reads a state of its own
-        there.
+        is read. A tensor says it to an operation, but not to the stage that made it, which reads a
+        state of its own there, nor to code that only puts it elsewhere.
 
         Args:
             read_on: the hops that read it.
             stage_of: returns the stage of a hop.
         """
         apart = (hop for hop in read_on if self.set_on - {hop})
-        return not self.is_bare and self.made_on.isdisjoint(map(stage_of, apart))
+        if self.is_bare or any(self.set_on - {hop} for hop in self.stored_on):
+            return False
+        return self.made_on.isdisjoint(map(stage_of, apart))
 
     def is_counted(self, hop: int, line: str, *, loses: bool) -> None:
         """Note that code on a hop reads it only to update it."""

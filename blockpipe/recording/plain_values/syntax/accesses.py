@@ -28,7 +28,7 @@ from .effects import (
     name_called,
     writes_in_place,
 )
-from .uses import Use, goes_back, is_function, is_said_in, key_taken, use_of
+from .uses import Use, goes_back, is_function, is_said_in, key_taken, stored_in, use_of
 
 _OF_ENVIRONMENT = ("getenv", "getenvb")
 _FORMATS = frozenset(["str", "repr", "format", "int", "float", "round", "bool"])
@@ -66,6 +66,7 @@ class Access:
         method: the name of the method of it that it is read for, which is called.
         is_call: whether it is a call of any function, whose value only the function tells.
         assigned: what a write sets the value to, or comes out of.
+        stored_in: what the value is put into as it is.
     """
 
     node: ast.expr
@@ -81,6 +82,7 @@ class Access:
     method: str = ""
     is_call: bool = False
     assigned: ast.expr | None = None
+    stored_in: ast.expr | None = None
 
     @property
     def calls(self) -> bool:
@@ -391,7 +393,8 @@ def _access(node: _Node, outer: tuple[ast.AST, ...], operation: str) -> Access |
         is_first = given_to is not None and node in getattr(outer[0], "args", ())[:1]
         ends = len(outer) > 1 and isinstance(outer[1], ast.Expr)
         method = outer[0].attr if is_function(outer) and isinstance(outer[0], ast.Attribute) else ""
-        return Access(node, True, False, back, use, given_to, is_said, key, is_first, ends, method)
+        found = node, True, False, back, use, given_to, is_said, key, is_first, ends, method
+        return Access(*found, stored_in=stored_in(node, outer))
     around = outer[0] if outer else None
     is_target = isinstance(around, ast.AugAssign) and node is around.target
     if "_FAST" in operation and not (is_target and "LOAD_FAST" in operation):

@@ -7,6 +7,9 @@ from .effects import DOES_BOTH, FILLS, WRITES, name_called
 
 _READS = frozenset(["get", "keys", "values", "items", "copy", "index", "count", "__getitem__"])
 _TAKES_KEY = ("get", "pop", "setdefault", "move_to_end")
+_STORES = frozenset(
+    ["append", "appendleft", "extend", "insert", "setdefault", "update", "put", "put_nowait"]
+)
 _SAYS = frozenset(
     [
         *("print", "debug", "info", "warning", "error", "critical", "exception", "log", "warn"),
@@ -83,6 +86,26 @@ def _is_shown(node: ast.AST, outer: tuple[ast.AST, ...]) -> bool:
             return isinstance(around, ast.FormattedValue) or name_called(around) in _SHOWS
         node = around
     return False
+
+
+def stored_in(node: ast.AST, outer: tuple[ast.AST, ...]) -> ast.expr | None:
+    """Return what a value is put into as it is: a container's expression, or the one of an object
+    whose attribute it becomes; ``None``: nothing. A hook that has it as a default keeps it too."""
+    for around in outer:
+        match around:
+            case ast.Tuple() | ast.List() | ast.Dict() | ast.Starred() | ast.keyword():
+                pass
+            case ast.arguments() | ast.Lambda():
+                pass
+            case ast.Call(func=ast.Attribute(value=kept, attr=name)) if around.func is not node:
+                is_hook = name.startswith("register_") and isinstance(node, ast.Lambda)
+                return kept if name in _STORES or is_hook else None
+            case ast.Assign(targets=[ast.Attribute(value=kept) | ast.Subscript(value=kept)]):
+                return kept
+            case _:
+                return None
+        node = around
+    return None
 
 
 def is_function(outer: tuple[ast.AST, ...]) -> bool:
