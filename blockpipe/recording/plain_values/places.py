@@ -47,6 +47,9 @@ _MOST_NESTED, _MOST_INSIDE = 4, 64  # of the containers in an object: guesses
 _SHARE_MEMORY = (torch.from_numpy, torch.as_tensor, torch.asarray)
 _ASKS = (isinstance, type, id, hasattr, getattr, setattr, delattr, callable, vars, super)
 
+# Methods of an array that give a view.
+_VIEWS = ("ravel", "reshape", "view", "transpose", "swapaxes", "squeeze", "diagonal")
+
 
 def is_by_microbatch(container: Any) -> bool:
     """Return whether a dictionary has an entry for each micro-batch: they share none of it."""
@@ -217,6 +220,48 @@ def is_array(value: Any) -> bool:
     """Return whether a value is an array of numpy."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def of_whole_arrays(access: Access, frame: Frame) -> tuple[Any, Any, Any]:
+    """Return the place of an access, and the value there, with arrays in the place of views of
+    theirs, which are other objects each time: ``self.counts[0][1] = n``.
+
+    Args:
+        access: the access.
+        frame: the frame that it is in.
+    """
+    owner, key, value = frame.owner_of(access)
+    if owner is None and isinstance(access.node, ast.Subscript | ast.Attribute):
+        owner = _array_behind(access.node.value, frame)
+        key = key if owner is None else ALL
+    whole = _whole(owner)
+    key = key if whole is owner else ALL
+    return whole, key, whole if value is UNKNOWN and is_array(whole) else _whole(value)
+
+
+def _array_behind(node: ast.expr, frame: Frame) -> Any:
+    """Return the array of which an expression gives a view; ``None``: it gives none."""
+    while True:
+        match node:
+            case ast.Subscript(value=of) | ast.Attribute(value=of, attr="flat" | "T"):
+                node = of
+            case ast.Call(func=ast.Attribute(value=of, attr=name)) if name in _VIEWS:
+                node = of
+            case _:
+                return None
+        if is_array(found := frame.evaluated(node)):
+            return found
+
+
+def _whole(value: Any) -> Any:
+    base: Any = getattr(value, "base", None) if is_array(value) or _is_flat(value) else None
+    while is_array(base):
+        value, base = base, base.base
+    return value
+
+
+def _is_flat(value: Any) -> bool:
+    return type(value).__name__ == "flatiter"
 
 
 def is_content(value: Any) -> bool:

@@ -56,6 +56,7 @@ from .places import (
     is_of_module,
     is_used_whole,
     names_of,
+    of_whole_arrays,
     owners_by_space,
     set_by_method,
     shares_memory,
@@ -251,7 +252,7 @@ class SharedValues:
             is_fixed = not self.known.any_open(arguments_of(access.node), frame)
             self._will_set(lasting, access, frame, hop, is_fixed=is_fixed)
             return
-        owner, key, value = frame.owner_of(access)
+        owner, key, value = of_whole_arrays(access, frame)
         if runs:
             self._finds(access, frame, owner, value)
         if self._replaces_all and owner is None and isinstance(access.node, ast.Attribute):

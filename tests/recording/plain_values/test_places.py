@@ -2,7 +2,9 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -179,3 +181,67 @@ def test_a_mode_that_a_checkpoint_reads_again_is_refused():
     pipe = bp.Pipeline(Net(lambda *_: None, reads_again), devices=stages(2), chunks=2)
     with pytest.raises(StateError, match="c.training.*in a backward.*runs its function again"):
         pipe.forward_backward(torch.randn(4, 4), loss_fn=square)
+
+
+def _two(net: Any, v: float) -> None:
+    net.n[0][0] = v
+
+
+def _row(net: Any, v: float) -> None:
+    row = net.n[0]
+    row[0] = v
+
+
+def _rows(net: Any, v: float) -> None:
+    for row in net.n:
+        row[:] = v
+
+
+def _mean(net: Any, v: float) -> None:
+    row = net.n[0]
+    row *= 0.9
+    row += 0.1 * v
+
+
+def _flat(net: Any, v: float) -> None:
+    net.n.flat[0] = v
+
+
+def _ravelled(net: Any, v: float) -> None:
+    net.n.T.ravel()[:2] = v
+
+
+def _filled(net: Any, v: float) -> None:
+    net.n[0].fill(v)
+
+
+def _copied(net: Any, v: float) -> None:
+    np.copyto(net.n[0], v)
+
+
+class Writes(nn.Module):
+    """The first stage writes to an array through a view of it, and the second one reads the array."""
+
+    def __init__(self, write: Callable[[Any, float], None]) -> None:
+        super().__init__()
+        self.a, self.b, self.write = nn.Linear(4, 4), nn.Linear(4, 4), write
+        self.n = np.ones((2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            self.write(self, x.sum().item())
+            h = self.a(x)
+        with bp.Block(stage=1):
+            return self.b(h) * float(self.n.sum())
+
+
+@pytest.mark.parametrize(
+    "write",
+    [_two, _row, _rows, _mean, _flat, _ravelled, _filled, _copied],
+    ids=lambda f: f.__name__,
+)
+def test_a_write_through_a_view_of_an_array_is_a_write_to_it(write):
+    """Attack 23: a view is another object each time."""
+    pipe = bp.Pipeline(Writes(write), devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match=r"an? (numpy )?array|attribute 'n'|ndarray"):
+        pipe(torch.randn(8, 4))
