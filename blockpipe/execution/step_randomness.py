@@ -77,8 +77,8 @@ class StepRandomness:
         drawn = set[Source]() if self._is_first else others
         kinds = {source if isinstance(source, str) else "torch" for source in drawn}
         is_new = [self._prepared.mark_as_random(kind=kind) for kind in sorted(kinds)]
-        if streams is None or not others:
-            return
+        if streams is None or not others or self._is_one_by_one:
+            return  # one by one a backward may draw, too
         if not any(is_new):
             warn(
                 "while a step ran, something else than its forwards has drawn random numbers from "
@@ -88,7 +88,7 @@ class StepRandomness:
                 "generator of its own (torch.Generator, random.Random, numpy.random.default_rng; "
                 f"{users_line()})"
             )
-        elif not self._is_one_by_one:
+        else:
             warn(
                 "a stage that had not drawn random numbers before has drawn some (a dropout in a "
                 "branch that the data choose?), or a hook in a backward or another thread, so "

@@ -94,7 +94,7 @@ class Slow(Net):
             return self.c(h)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "sequential"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_a_thread_that_draws_meanwhile_is_told(schedule: str):
     """Attack 21: a step sets the generators, and sets them back: a fifth of the numbers that a
     thread drew for its augmentations had come before."""
