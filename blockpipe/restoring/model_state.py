@@ -72,8 +72,8 @@ class ModelState:
     Args:
         modules: the modules; those inside of them are included.
         others: other objects to begin at.
-        values: whether to save the values of tensors too, except those of parameters
-            (:class:`WritesUndone`).
+        values: whether to save the values of tensors too, except those of the modules' parameters
+            (:class:`WritesUndone`): a teacher may be kept in a list.
         contents: whether to save the content of bytes, arrays and generators too; without it,
             nothing is restored.
     """
@@ -86,6 +86,7 @@ class ModelState:
         others: Iterable[object] = (),
     ) -> None:
         self._values, self._contents = values, contents
+        self._registered = {id(p) for module in modules for p in module.parameters()}
         self.holders: list[Holder] = []  # of all objects found, the nearest first
         self._restores: list[Callable[[], object]] = []  # for objects that hold no others
         self._seen: dict[int, Any] = {}  # alive, so that no other object gets its id
@@ -211,7 +212,7 @@ class ModelState:
         return ()
 
     def _kept_tensor(self, tensor: Tensor) -> Callable[[], None] | None:
-        if not self._values or isinstance(tensor, nn.Parameter) or tensor.is_meta:
+        if not self._values or id(tensor) in self._registered or tensor.is_meta:
             return None
         return functools.partial(put_back, tensor, tensor.detach().clone(), version_of(tensor))
 
