@@ -396,7 +396,8 @@ class MicrobatchRun:
         """Return whether a tensor was made, or lives, on another hop than this one."""
         tag: Tag | None = getattr(tensor, TAG, None)
         if tag is not None:
-            return tag.key is not self.key or tag.hop != self.hop or tag.newest is not None
+            is_cut = tag.hop != self.hop if tag.key is self.key else tensor.requires_grad
+            return is_cut or tag.stage != self.stage or tag.newest is not None
         home = self.step.home_of(tensor)
         return home is not None and home.hop != self.hop
 
@@ -406,9 +407,8 @@ class MicrobatchRun:
         for tensor in tensors_:
             if self.is_foreign(tensor) and id(tensor) not in given:
                 raise CrossingError(
-                    f"{what} on stage {self.stage} is given a tensor of shape "
-                    f"{shape_of(tensor)} of another stage ({users_line()}): the graph is cut "
-                    f"between them; {UNCUT}"
+                    f"{what} on stage {self.stage} is given a tensor of shape {shape_of(tensor)} "
+                    f"of another stage ({users_line()}): the graph is cut between them; {UNCUT}"
                 )
 
     def handed(

@@ -32,8 +32,9 @@ from ..devices.rng_streams import every_source, preserve_rng
 from ..errors import BlockpipeError, IsolationError, RecordingError
 from ..restoring.holders import Holder
 from ..restoring.leaked_tensors import TrackedFakes
-from ..restoring.model_state import ModelState, RealWritesUndone
+from ..restoring.model_state import ModelState
 from ..restoring.restored_thread import leaves_intact, modes_around
+from ..restoring.writes_undone import RealWritesUndone
 from ..stages.plan import StagePlan
 from .held_output import HeldOutput, users_listeners
 from .plain_values.still_code import hooks_in

@@ -29,8 +29,9 @@ from ..devices.gathered import gathered
 from ..devices.rng_streams import every_source, preserve_rng
 from ..errors import BlockpipeError, RecordingError
 from ..restoring.holders import Holder
-from ..restoring.model_state import ModelState, WritesUndone
+from ..restoring.model_state import ModelState
 from ..restoring.restored_thread import leaves_intact, modes_around
+from ..restoring.writes_undone import WritesUndone
 from ..stages.plan import StagePlan
 from .fake_run import record_there
 from .held_output import HeldOutput, users_listeners

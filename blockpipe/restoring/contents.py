@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.quasirandom import SobolEngine
 
 from .._torch.graph import gradient_hooks, stepping_hooks
 from .._torch.modes import without_torch_functions
-from .._torch.tensors import put_back, version_of
+from .._torch.tensors import FakeTensor, is_ragged, put_back, storage_of, version_of
 from .holders import ContentHolder
 
 _MOST_MAPPED = 1 << 20  # bytes of a mapped file that are kept; a larger one is probably data
@@ -207,6 +208,72 @@ def _kept_sequence(engine: SobolEngine) -> Callable[[], None]:
         for value in values:
             put_back(*value)
         vars(engine).update(before)
+
+    return restore
+
+
+def kept_tensor(tensor: Tensor, *, values: bool) -> Callable[[], None] | None:
+    """Return a function that gives a tensor its memory, shape and gradient of now again, which
+    ``tensor.data = …``, ``tensor.unsqueeze_(0)`` and a backward change; ``None`` for one that has
+    no memory.
+
+    Args:
+        tensor: the tensor.
+        values: whether to save the values in its memory too.
+    """
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
+        return None
+    with without_torch_functions():
+        kept = [
+            _kept_memory(tensor),
+            _kept_gradient(tensor) if tensor.is_leaf else None,
+            _kept_value(tensor) if values else None,
+        ]
+
+    def restore() -> None:
+        with without_torch_functions():
+            for put in filter(None, kept):
+                put()
+
+    return restore
+
+
+def _kept_memory(tensor: Tensor) -> Callable[[], None] | None:
+    kind = type(tensor)
+    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ or is_lazy(tensor):
+        return None
+    if tensor.layout is not torch.strided or is_ragged(tensor):
+        return None
+    before = tensor.detach()
+
+    def restore() -> None:
+        if not _is_view_alike(tensor, before):
+            with torch.inference_mode(tensor.is_inference()):
+                tensor.data = before
+
+    return restore
+
+
+def _is_view_alike(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are the same part of one memory."""
+    if one.layout is not torch.strided or is_ragged(one) or storage_of(one) != storage_of(other):
+        return False
+    parts = [(t.shape, t.stride(), t.storage_offset(), t.dtype) for t in (one, other)]
+    return parts[0] == parts[1]
+
+
+def _kept_value(tensor: Tensor) -> Callable[[], None]:
+    return functools.partial(put_back, tensor, tensor.detach().clone(), version_of(tensor))
+
+
+def _kept_gradient(leaf: Tensor) -> Callable[[], None]:
+    is_trained, before = leaf.requires_grad, leaf.grad
+
+    def restore() -> None:
+        if leaf.grad is not before:
+            leaf.grad = before
+        if leaf.requires_grad != is_trained and leaf.is_leaf:
+            leaf.requires_grad_(is_trained)
 
     return restore
 

@@ -10,7 +10,8 @@ import functools
 import gc
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from typing import Any
 
@@ -44,7 +45,8 @@ class TrackedFakes(FakeTensorMode):
         """Raise :class:`RecordingError` for a tensor that an object still holds."""
         if not self._is_any_left() or collect_until(lambda: not self._is_any_left()):
             return
-        self.empty_caches(gc.get_objects())
+        with _emptied(gc.get_objects()) as everything:
+            self.empty_caches(everything)
         for made in self._made:
             tensor = made()
             # A tensor that no object holds is torch's own (autocast's cache of casts).
@@ -94,25 +96,35 @@ def _is_in_graphs_alone(
         depth: how many objects may be on the way.
         ours: ids of the lists of objects that hold it here.
     """
-    holders = gc.get_referrers(value)
-    ours |= {id(holders)}
     is_held = False
-    for holder in holders:
-        if isinstance(holder, types.FrameType) or id(holder) in ours:
-            continue
-        is_held = True
-        if not depth or not _is_in_graphs_alone(holder, depth - 1, ours):
-            return False
+    with _emptied(gc.get_referrers(value)) as holders:
+        ours |= {id(holders)}
+        for holder in holders:
+            if isinstance(holder, types.FrameType) or id(holder) in ours:
+                continue
+            is_held = True
+            if not depth or not _is_in_graphs_alone(holder, depth - 1, ours):
+                return False
     return is_held or isinstance(value, types.FunctionType | types.MethodType)
 
 
+@contextmanager
+def _emptied(found: list[Any]) -> Iterator[list[Any]]:
+    """Empty a list at the end of a block: a thread that looks at the frames of others (a sampling
+    profiler, our own watch over processes) may keep ours alive, and what is in their variables."""
+    try:
+        yield found
+    finally:
+        found.clear()
+
+
 def _holder(value: object) -> str:
-    """Describe the chain of objects that hold it; empty if no Python object does."""
+    """Describe the chain of objects that hold it; empty if it begins at variables of calls."""
     steps: list[str] = []
     for _ in range(_DEPTH):
         found = _holding(value)
         if found is None:
-            break
+            return ""
         if isinstance(found, dict):
             key = _key_of(found, value)
             owner = _holding(found)
@@ -150,10 +162,8 @@ def _is_ours(value: object) -> bool:
 
 def _holding(value: object) -> Any:
     """Return one of the objects that hold another; frames of running calls do not count."""
-    for found in gc.get_referrers(value):
-        if not isinstance(found, types.FrameType):
-            return found
-    return None
+    with _emptied(gc.get_referrers(value)) as holders:
+        return next((one for one in holders if not isinstance(one, types.FrameType)), None)
 
 
 def _key_of(found: dict[Any, Any], value: object) -> Any:

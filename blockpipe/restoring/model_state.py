@@ -22,18 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from .._common.libraries import FOREIGN, given_by_name, given_to_libraries, has_users_code, is_users
-from .._torch.modes import DispatchMode
 from .._torch.modules import hooks_of_all_modules
 from .._torch.patched_functions import in_place_of_torchs
-from .._torch.tensors import (
-    FakeTensor,
-    put_back,
-    storage_of,
-    unset_fake_temporarily,
-    version_of,
-    written_by,
-)
-from .contents import content_of, kept_hooks, kept_otherwise, kept_registry, objects_in
+from .contents import content_of, kept_hooks, kept_otherwise, kept_registry, kept_tensor, objects_in
 from .holders import (
     AttributesHolder,
     CacheHolder,
@@ -46,8 +37,8 @@ from .holders import (
     environment,
 )
 from .imports import imported_in
-from .interpreter_state import kept_interpreter
 from .iterators import BOUND, StandIns, is_iterator, is_of_loader
+from .process_state import kept_interpreter
 
 MOST_OBJECTS = 200_000
 # Of a data set's container: a longer one is put back as it was, but not its items, each a sample.
@@ -73,7 +64,7 @@ class ModelState:
         modules: the modules; those inside of them are included.
         others: other objects to begin at.
         values: whether to save the values of tensors too, except those of the modules' parameters
-            (:class:`WritesUndone`): a teacher may be kept in a list.
+            (for ``WritesUndone``): a teacher may be kept in a list.
         contents: whether to save the content of bytes, arrays and generators too; without it,
             nothing is restored.
     """
@@ -165,8 +156,13 @@ class ModelState:
 
     def _look_into(self, value: Any) -> Iterable[Any]:
         if isinstance(value, Tensor):
-            self._keep(kept_hooks(value) if self._contents else None)
-            return self._keep(self._kept_tensor(value))
+            if self._contents:
+                self._keep(kept_hooks(value))
+                is_hidden = id(value) not in self._registered
+                self._keep(kept_tensor(value, values=self._values and is_hidden))
+                if is_hidden and value.is_leaf:
+                    return (value.grad,)
+            return ()
         if (container := container_of(value)) is not None:
             keys = dict.keys(value) if isinstance(value, dict) else ()
             if id(value) in self._long:
@@ -210,11 +206,6 @@ class ModelState:
         if restore is not None:
             self._restores.append(restore)
         return ()
-
-    def _kept_tensor(self, tensor: Tensor) -> Callable[[], None] | None:
-        if not self._values or id(tensor) in self._registered or tensor.is_meta:
-            return None
-        return functools.partial(put_back, tensor, tensor.detach().clone(), version_of(tensor))
 
     def _look_at_class(self, kind: type) -> Iterable[Any]:
         """Save a user class's own attributes, and the values that its functions read."""
@@ -317,114 +308,3 @@ def slot_members(kind: type) -> tuple[Any, ...]:
     members = (member for base in bases for member in base.values())
     slots = tuple(m for m in members if isinstance(m, types.MemberDescriptorType))
     return (*slots, BaseException.args) if issubclass(kind, BaseException) else slots
-
-
-class _Undone(DispatchMode):
-    """Restore watched tensors at the end of a block in which they may be written to.
-
-    A tensor is copied just before it is written to, so a forward that writes to none of them needs
-    no memory for it.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._copies: list[tuple[Tensor, Tensor, int]] = []
-
-    def watched(self, tensor: Tensor) -> Tensor | None:
-        """Return the tensor to copy before a tensor is written to, or ``None``."""
-        raise NotImplementedError
-
-    def watched_sparse(self, _: Tensor) -> Tensor | None:
-        """Return the same of a tensor without a storage."""
-        return None
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        for value in written_by(func, args, kwargs):
-            self._keep(value)
-        return func(*args, **kwargs)
-
-    def _keep(self, value: Any) -> None:
-        for tensor in value if isinstance(value, list | tuple) else [value]:
-            if not isinstance(tensor, Tensor):
-                continue
-            is_plain = tensor.layout is torch.strided
-            watched = self.watched(tensor) if is_plain else self.watched_sparse(tensor)
-            if watched is not None:
-                with unset_fake_temporarily():
-                    copied = watched, watched.detach().clone(), version_of(watched)
-                    self._copies.append(copied)
-
-    def __exit__(self, *failure: Any) -> None:
-        super().__exit__(*failure)  # type: ignore[no-untyped-call]
-        with unset_fake_temporarily():
-            for copied in reversed(self._copies):
-                put_back(*copied)
-
-
-class RealWritesUndone(_Undone):
-    """Undo a forward's writes to real tensors while it runs on fake ones. torch computes some
-    in-place operations on them even then (``self.count += 1``, where ``count`` is a plain
-    attribute)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen: set[tuple[Any, ...]] = set()
-
-    def watched(self, tensor: Tensor) -> Tensor | None:
-        """Return a tensor that is not fake, the first time."""
-        if isinstance(tensor, FakeTensor) or tensor.is_meta:
-            return None
-        return self._first(
-            tensor, (storage_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride())
-        )
-
-    def watched_sparse(self, tensor: Tensor) -> Tensor | None:
-        """Return a tensor that is not fake, the first time."""
-        is_fake = isinstance(tensor, FakeTensor) or tensor.is_meta
-        return None if is_fake else self._first(tensor, (id(tensor),))  # it is kept until the end
-
-    def _first(self, tensor: Tensor, key: tuple[Any, ...]) -> Tensor | None:
-        if key in self._seen:
-            return None
-        self._seen.add(key)
-        return tensor
-
-
-class WritesUndone(_Undone):
-    """Undo the writes to parameters and to their gradients.
-
-    Args:
-        model: the model that has the parameters.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self._parameters = [(p, p.data, p.grad) for p in model.parameters()]
-        self._watched = {
-            storage_of(tensor): tensor
-            for tensor in self._tensors()
-            if tensor.layout is torch.strided and not tensor.is_meta
-        }
-
-    def _tensors(self) -> Iterator[Tensor]:
-        for parameter, data, gradient in self._parameters:
-            if not parameter.is_inference():
-                yield data
-            if gradient is not None:
-                yield gradient
-
-    def watched(self, tensor: Tensor) -> Tensor | None:
-        """Return the parameter or gradient that a tensor is a view of, the first time."""
-        return self._watched.pop(storage_of(tensor), None)
-
-    def __exit__(self, *failure: Any) -> None:
-        super().__exit__(*failure)
-        for parameter, data, gradient in self._parameters:
-            if parameter.data_ptr() != data.data_ptr():
-                parameter.data = data
-            parameter.grad = gradient

@@ -1,5 +1,7 @@
 """Tensors of a recording that are alive after it."""
 
+import sys
+import types
 from contextvars import ContextVar
 
 import pytest
@@ -89,3 +91,14 @@ class SetsAttribute(nn.Module):
 def test_a_tensor_that_another_one_of_the_recording_has_is_no_leak():
     """Attack 22: the first one's graph keeps the other one."""
     check_trains_alike(SetsAttribute())
+
+
+def test_frames_that_a_profiler_keeps_leave_nothing():
+    """A thread that watches others kept what our own calls had in their variables for a moment."""
+    kept: list[types.FrameType] = []
+    sys.setprofile(lambda frame, *_: kept.append(frame))
+    try:
+        check_trains_alike(SetsAttribute())
+    finally:
+        sys.setprofile(None)
+    assert any(frame.f_code.co_name == "check_nothing_is_left" for frame in kept)
