@@ -1,6 +1,6 @@
 """Autograd's graph: its engine, its nodes, and what it saves."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from operator import attrgetter, methodcaller
 from typing import Any
@@ -20,6 +20,11 @@ accumulate_grad), the last three by position only.
 cannot look at an edge into a custom function such as ours. A split backward calls it for every node
 of its frontier; on a tiny graph the checks made 147 µs out of 103 for ``grad``, and 151 out of 97
 for ``backward`` (torch 2.15, CPU, medians)."""
+
+at_end_of_backward: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
+"""Run a function when the backward that is under way is over, if it succeeds."""
 
 will_run: Callable[[Node], bool] = torch._C._will_engine_execute_node
 """Whether the backward that is under way runs a node. No argument of a custom function's backward
@@ -64,7 +69,7 @@ def leaves_of_graph(roots: Iterable[Tensor], *, before: Iterable[Tensor] = ()) -
 
 # --- hooks of leaves
 
-gradient_hooks: Callable[[Tensor], Mapping[int, Any] | None] = attrgetter("_backward_hooks")
+gradient_hooks: Callable[[Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")
 """The hooks of ``Tensor.register_hook`` in a tensor; ``None`` or empty: none. They can be added in
 public, but not asked for."""
 

@@ -22,6 +22,9 @@ unset_fake_temporarily = fake_tensor.unset_fake_temporarily
 """A context manager: operations on real tensors are real. The user's code has entered the mode, so
 it is not ours to leave; and a mode that is no longer on is not found by ``with mode:`` either."""
 
+MAKE_SUBCLASS = "_make_subclass"
+"""The static method of ``Tensor`` that makes an ``nn.Parameter``. No mode sees it."""
+
 FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
 """The name of the logger that tells of what fake tensors cannot do."""
 

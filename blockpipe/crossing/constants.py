@@ -187,6 +187,8 @@ def _is_one(ref: weakref.ref[Tensor], tensor: Tensor) -> bool:
 def _is_same(one: Tensor, other: Tensor) -> bool:
     if one is other:
         return True
+    if one.requires_grad or other.requires_grad:
+        return False  # each gets its own gradient
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     with copying(), torch.no_grad():

@@ -130,8 +130,9 @@ class ForwardMode(TorchFunctionMode):
         """Note a ``torch.utils.checkpoint`` in the glue, and what torch calls to run its function
         again; a recording writes it down."""
 
-    def saw_generator_set(self) -> None:
-        """Note that torch's generator is given a state; a recording writes it down."""
+    def saw_generator_set(self, kind: str) -> None:
+        """Note that torch's, Python's or numpy's generator is given a state; a recording writes it
+        down."""
 
 
 class CrossingMode(ForwardMode):
@@ -304,6 +305,14 @@ class CrossingMode(ForwardMode):
             return tensor
         self.run.arrive()
         return self._local(tensor, Reads())
+
+    def read_aside(self, tensor: Tensor) -> Tensor:
+        """Return the same in the middle of the glue, where modes are on."""
+        modes = leave_modes()
+        try:
+            return self.read(tensor)
+        finally:
+            enter_modes(modes)
 
     def saw_custom_function(self, name: str, *, is_scripted: bool = False) -> None:
         """Note a custom autograd function, or a scripted one, in the glue; a recording writes it

@@ -24,6 +24,7 @@ from .constants import is_written
 from .tensors.tensor_attributes import share_attributes
 
 TAG = "_blockpipe_tag"
+MADE = "_blockpipe_made"  # the tag of a parameter that a forward has made, which is nobody's
 RECORDING = -1  # the number of the recording's step
 _ALIASES = "_blockpipe_aliases"
 UNCUT = (

@@ -5,18 +5,22 @@ taken off when the last of them leaves.
 """
 
 import functools
+import sys
+import types
 from collections.abc import Callable
 from typing import Any, ClassVar, Self, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._common.threads.process_changes import ProcessChange
 from .._torch.compiler import CHOOSES, compiler
 from .._torch.modes import how_many_function_modes
-from .._torch.tensors import FakeTensor
+from .._torch.tensors import MAKE_SUBCLASS, FakeTensor
 from .interception import active_mode, watched_register_hook
 from .tags import GraphEntry
+
+_STANDS_FOR = "_blockpipe_stands_for"  # of a replacement: the original
 
 
 class Eager(ProcessChange):
@@ -82,10 +86,11 @@ def _as_it_is(owner: Any, name: str) -> Any:
 
 
 class UnseenOperations(Replacement):
-    """A replacement by which ``Tensor.as_subclass``, and an assignment to a part of a complex
-    tensor (``real``, ``imag``), are operations. No function mode sees them.
+    """A replacement by which ``Tensor.as_subclass``, ``nn.Parameter(…)``, and an assignment to a
+    part of a complex tensor (``real``, ``imag``), are operations. No function mode sees them.
 
-    The first would read the tensor of another stage, and the others write to it. torch sets the
+    The first two would read the tensor of another stage, and a parameter that is made in the
+    forward would not say of which micro-batch it is. The others write to the tensor. torch sets the
     tensor's hooks meanwhile, which a mode sees, and to look at the view then waits for a lock that
     the same thread has.
     """
@@ -137,6 +142,7 @@ def _part(original: Any) -> property:
 
 
 _original_as_subclass: Any = Tensor.as_subclass
+_original_make_subclass: Any = getattr(Tensor, MAKE_SUBCLASS)
 
 
 @functools.wraps(_original_as_subclass)
@@ -148,9 +154,21 @@ def _as_subclass(*args: Any) -> Any:
     return mode.__torch_function__(_original_as_subclass, (), args, {})
 
 
+@functools.wraps(_original_make_subclass)
+def _make_subclass(kind: Any, data: Tensor, *args: Any, **kwargs: Any) -> Any:
+    mode = active_mode()
+    if mode is None or not issubclass(kind, nn.Parameter):
+        return _original_make_subclass(kind, data, *args, **kwargs)
+    data = mode.read_aside(data) if mode.is_on() else data
+    result = _original_make_subclass(kind, data, *args, **kwargs)
+    mode.run.claims.claim_leaf(result)
+    return result
+
+
 _UNSEEN = {
     **{name: _part(_as_it_is(Tensor, name)) for name in ("real", "imag")},
     "as_subclass": _as_subclass,
+    MAKE_SUBCLASS: staticmethod(_make_subclass),
 }
 
 
@@ -188,6 +206,9 @@ def _backward(*args: Any, **kwargs: Any) -> Any:
     if mode is None or not mode.is_on():
         return _original_backward(*args, **kwargs)
     return mode.__torch_function__(_original_backward, (), args, kwargs)
+
+
+vars(_backward)[_STANDS_FOR] = _original_backward
 
 
 class CustomFunctions(Replacement):
@@ -261,30 +282,61 @@ class AsWritten(Replacement):
         return choose
 
 
-class GeneratorStates(Replacement):
-    """A replacement by which ``torch.set_rng_state`` is noticed: code that sets the generator, as
-    ``fork_rng`` does, would set it for those who draw at the same time."""
+class GeneratorStates(ProcessChange):
+    """Replacements by which it is noticed that code gives a state or a seed to a generator of the
+    process: ``fork_rng``, or a context manager that draws by a seed and sets back what was there.
+    It would do so for those who draw at the same time, and the state alone does not show it."""
 
-    owner, name = torch, "set_rng_state"
+    _only: ClassVar[Any] = None
+    _put: tuple[tuple[Any, str, Any, Any], ...] = ()  # owners and names, originals, replacements
 
-    def replacement(self) -> Any:
-        return _set_rng_state
+    def __new__(cls) -> Self:
+        if cls._only is None:
+            cls._only = super().__new__(cls)
+        return cast(Self, cls._only)
+
+    def put_on(self) -> None:
+        """Replace what sets a generator of an imported module."""
+        found = ((sys.modules.get(module), name, kind) for module, name, kind in _SETS_STATE)
+        self._put = tuple(
+            (owner, name, original, _noting(original, kind))
+            for owner, name, kind in found
+            if owner is not None and (original := vars(owner).get(name)) is not None
+        )
+        for owner, name, _, stand_in in self._put:
+            setattr(owner, name, stand_in)
+
+    def take_off(self) -> None:
+        """Put them back, unless somebody has replaced them meanwhile."""
+        for owner, name, original, stand_in in self._put:
+            if vars(owner).get(name) is stand_in:
+                setattr(owner, name, original)
+        self._put = ()
 
 
-_original_set_rng_state: Any = torch.set_rng_state
+_SETS_STATE = (
+    ("torch", "set_rng_state", "torch"),
+    ("random", "seed", "random"),
+    ("random", "setstate", "random"),
+    ("numpy.random", "seed", "numpy"),
+    ("numpy.random", "set_state", "numpy"),
+)
 
 
-@functools.wraps(_original_set_rng_state)
-def _set_rng_state(new_state: Tensor) -> None:
-    mode = active_mode()
-    if mode is not None:
-        mode.saw_generator_set()
-    _original_set_rng_state(new_state)
+def _noting(original: Any, kind: str) -> Callable[..., Any]:
+    """Return a function that tells the mode of its call, and then does what torch's does."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        mode = active_mode()
+        if mode is not None:
+            mode.saw_generator_set(kind)
+        return original(*args, **kwargs)
+
+    functools.update_wrapper(call, original)
+    vars(call)[_STANDS_FOR] = original
+    return call
 
 
 def original_of(value: object) -> object:
-    """Return the function of torch's that a replacement stands for; any other value as it is."""
-    for replacement in (_set_rng_state, _backward):
-        if value is replacement:
-            return replacement.__wrapped__
-    return value
+    """Return the function that a replacement stands for; any other value as it is."""
+    return vars(value).get(_STANDS_FOR, value) if isinstance(value, types.FunctionType) else value

@@ -17,6 +17,8 @@ backward comes to it as well, without a gradient, and would call them with ``Non
 which is why there is only one: a backward for some parameters and not for this one is not found.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from torch import Tensor, nn
 from .._common.nested import leaves, map_leaves
 from .._common.threads.model_turns import alone_with
 from .._common.threads.thread_state import ours
-from .._torch.graph import is_hooked, will_run
+from .._torch.graph import at_end_of_backward, gradient_hooks, is_hooked, will_run
 from ..batches.input_places import InputPlace
 from ..batches.joining import JoinedLeaf
 from ..crossing.tags import edge_of
@@ -93,6 +95,7 @@ class _Launch(torch.autograd.Function):
         ctx: Any, way_back: _Backward, token: Tensor, witness: Tensor | None, *inputs: Tensor
     ) -> Tensor:
         ctx.way_back = way_back
+        ctx.witness = witness
         ctx.token = edge_of(token).node  # runs in an ordinary backward, and in no other
         return torch.zeros((), device="cpu")
 
@@ -105,7 +108,27 @@ class _Launch(torch.autograd.Function):
                 "schedule='uncut'"
             )
         with ours():
-            return None, None, None, *ctx.way_back.run()
+            gradients = ctx.way_back.run()
+            if ctx.witness is not None:
+                _leave_uncalled(gradient_hooks(ctx.witness) or {})
+            return None, None, None, *gradients
+
+
+def _leave_uncalled(hooks: dict[int, Any]) -> None:
+    """Let the engine call none of the hooks that the witness has got since the forward: it comes
+    with no gradient. They are put back at the end, and are not lost if something fails before."""
+    given = dict(hooks)
+    hooks.update({key: partial(_called_with, hook) for key, hook in given.items()})
+
+    def put_back() -> None:
+        hooks.update({key: hook for key, hook in given.items() if key in hooks})
+
+    if given:
+        at_end_of_backward(put_back)
+
+
+def _called_with(hook: Callable[[Tensor], Any], gradient: Tensor | None) -> Any:
+    return None if gradient is None else hook(gradient)
 
 
 class _Gather(torch.autograd.Function):

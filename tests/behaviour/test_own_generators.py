@@ -2,7 +2,9 @@
 
 import copy
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from torch.nn.functional import mse_loss
 import blockpipe as bp
 from blockpipe.errors import StateError
 
+from ..alike import check_trains_alike
 from ..parity import assert_same_gradients, plain_step
 from ..stage_devices import stages
 
@@ -235,3 +238,44 @@ def test_a_quasirandom_sequence_that_two_stages_draw_from_is_refused():
     pipe = bp.Pipeline(Sequence((0, 1)), devices=stages(2), chunks=4)
     with pytest.raises(StateError, match="SobolEngine on hops.*generator of its own"):
         pipe.forward_backward(torch.randn(8, 4), target=torch.randn(8, 4), loss_fn=mse_loss)
+
+
+@contextmanager
+def seeded(kind: str, seed: int) -> Iterator[None]:
+    """Draw by a seed for a while, as fairseq's ``numpy_seed`` does."""
+    before = np.random.get_state() if kind == "numpy" else random.getstate()
+    (np.random if kind == "numpy" else random).seed(seed)
+    try:
+        yield
+    finally:
+        np.random.set_state(before) if kind == "numpy" else random.setstate(before)
+
+
+class Masks(nn.Module):
+    """Has a mask on each stage that a seed says."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.a, self.b, self.kind = nn.Linear(4, 4), nn.Linear(4, 4), kind
+
+    def mask(self, seed: int) -> Tensor:
+        draw = np.random.rand if self.kind == "numpy" else random.random
+        with seeded(self.kind, seed):
+            drawn = []
+            for _ in range(4):
+                time.sleep(0.002)  # another thread may draw
+                drawn.append(draw())
+        return torch.tensor(drawn, dtype=torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x) * self.mask(1).to(x.device)
+        with bp.Block(stage=1):
+            mask = self.mask(2)
+            return self.b(h) * mask.to(h.device)
+
+
+@pytest.mark.parametrize("kind", ["numpy", "random"])
+def test_stages_that_seed_a_generator_and_set_it_back_take_turns(kind: str):
+    """Attack 24: the state was the same in the end, so that nobody saw that they drew."""
+    check_trains_alike(Masks(kind))

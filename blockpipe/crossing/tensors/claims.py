@@ -13,7 +13,7 @@ from ..._common.nested import tensors
 from ..._torch.tensors import version_of
 from ..constants import makes_constants, note_write, writes
 from ..step_context import StepContext
-from ..tags import TAG, Tag
+from ..tags import MADE, RECORDING, TAG, Tag
 from .place import Place
 
 Outside = Sequence[tuple[Tensor, int]]  # tensors of nobody's, and the versions they were read at
@@ -69,6 +69,17 @@ class Claims:
             if at is not None:
                 made.hop, made.stage = at.hop, at.stage
             setattr(gradient, TAG, made)
+
+    def claim_leaf(self, leaf: Tensor) -> None:
+        """Note who has made a parameter. It is nobody's: a layer that the first forward makes is
+        for all. But if each one makes its own, it matters whose is read."""
+        if self._place.key.step == RECORDING:
+            return
+        made = Tag(self._place.key, self._place.hop, self._place.stage)
+        made.constant, made.site = version_of(leaf), users_place()
+        setattr(leaf, MADE, made)
+        if self._step.constants is not None:
+            self._step.constants.made(leaf, made.site, made.key)
 
     # --- constants
 

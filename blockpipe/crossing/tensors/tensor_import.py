@@ -28,7 +28,7 @@ from ...errors import CrossingError, RouteError, StateError
 from ...stages.cursor import SKIPPED_MARKS
 from ..constants import Constants
 from ..step_context import StepContext
-from ..tags import RECORDING, TAG, UNCUT, Import, ParameterHome, Tag, latest
+from ..tags import MADE, RECORDING, TAG, UNCUT, Import, ParameterHome, Tag, latest
 from .claims import Claims
 from .gradients import Gradients
 from .hop_copies import HopCopies
@@ -98,6 +98,7 @@ class TensorImport:
         home = step.home_of(tensor)
         if home is not None:
             return self._at_home(tensor, home, reads)
+        self._check_maker(tensor)
         if is_transformed(tensor):  # inside a torch.func transform, which stays on its stage
             self._check_transformed(tensor)
             return tensor
@@ -113,6 +114,16 @@ class TensorImport:
                 )
             return self._at_home(tensor, step.adopt(tensor, place.hop, place.stage), reads)
         return self._constant(tensor, reads)
+
+    def _check_maker(self, tensor: Tensor) -> None:
+        """Raise :class:`StateError` for a parameter that another micro-batch has made on another
+        stage, if this one or one in between has made its own."""
+        made: Tag | None = getattr(tensor, MADE, None)
+        constants, key = self._step.constants, self._place.key
+        if made is None or made.key is key or made.stage == self._place.stage or constants is None:
+            return
+        if not constants.read(tensor, made.site, made.key, key):
+            raise _of_another(tensor, made, self._place)
 
     def _check_transformed(self, tensor: Tensor) -> None:
         """Raise :class:`CrossingError` for an argument of a transform that is on another device:

@@ -417,10 +417,13 @@ class TapingMode(ForwardMode):
         if not self.inside and drawn_outside() != self._drawn:
             self._refuse("a random number of Python's or NumPy's, or a seed")
 
-    def saw_generator_set(self) -> None:
-        """Refuse that the glue seeds torch's generator, or gives it a state."""
+    def saw_generator_set(self, kind: str) -> None:
+        """Refuse that the glue seeds a generator of the process, or gives it a state."""
         if not self.inside:
-            self._refuse("a seed, or a state of torch's generator (torch.random.fork_rng sets one)")
+            name = {"torch": "torch", "random": "Python", "numpy": "NumPy"}[kind]
+            self._refuse(
+                f"a seed, or a state of {name}'s generator (torch.random.fork_rng sets one)"
+            )
 
     def _is_constant(self, tensor: Tensor) -> bool:
         number = self._numbers.get(id(tensor))

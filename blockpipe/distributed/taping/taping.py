@@ -152,7 +152,7 @@ _original_manual_seed: Any = torch.manual_seed
 def _manual_seed(seed: int) -> torch.Generator:
     mode = active_mode()
     if isinstance(mode, TapingMode):
-        mode.saw_generator_set()
+        mode.saw_generator_set("torch")
     made: torch.Generator = _original_manual_seed(seed)
     return made
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ..._common.libraries import has_users_code
 from ..calls import Call
 from ..entries import CarriedValue, SharedChange, TensorInfo
-from ..reads import NamesRead, libraries_code_reads
+from ..library_reads import LibraryReads
+from ..reads import NamesRead
 from ..recording import Recording
 from .evaluation.expressions import Frame
 from .evaluation.members import ALL, BY_ARGUMENT, BY_NAME, NEEDS_GRADIENT, Names, member_of
@@ -53,6 +54,7 @@ class KnownValues:
 
     Args:
         paths: the path of each module, by its id.
+        libraries: what libraries' modules read.
         fake: whether the forward runs on fake tensors; then nothing depends on the data.
 
     Attributes:
@@ -60,9 +62,9 @@ class KnownValues:
         set_in_new: the names of what the forward has set in objects that it has made itself.
     """
 
-    def __init__(self, paths: Mapping[int, str], *, fake: bool) -> None:
+    def __init__(self, paths: Mapping[int, str], libraries: LibraryReads, *, fake: bool) -> None:
         self.variables: dict[int, tuple[ContextVar[Any], Any]] = {}
-        self._paths, self.fake = paths, fake
+        self._paths, self.libraries, self.fake = paths, libraries, fake
         self._values: dict[_Where, SharedValue] = {}
         self._of_other_sizes: dict[_Where, SharedValue] = {}
         self.is_of_other_sizes = False  # whether notes are what other sizes lead to
@@ -207,18 +209,6 @@ class KnownValues:
             and (isinstance(known.owner, Names | type) or space_of(known.owner) in first)
         }
 
-    def _called_on(self, calls: Iterable[Call]) -> None:
-        """A library's module reads its attributes wherever it is called, and each one its class."""
-        by_path: dict[str, list[SharedValue]] = {}
-        for known in self._values.values():
-            is_all = known.key is ALL
-            if known.set_on and (is_all or libraries_code_reads(type(known.owner), known.key)):
-                by_path.setdefault(self._paths.get(id(known.owner), " "), []).append(known)
-        for call in calls:
-            for known in by_path.get(call.path, ()):
-                known.read_on |= set() if call.hop is None else {call.hop}
-                known.first_read = known.first_read or call.where
-
     def note_forward(self, known: SharedValue, value: Any) -> None:
         """Note that a value is a module's own ``forward``, which a call of the module runs."""
         if known.key == "forward" and isinstance(known.owner, nn.Module):
@@ -260,7 +250,7 @@ class KnownValues:
         if len(result.hops) < 2:
             return
         self._values.update([*read_inside(self._values)])
-        self._called_on(result.calls)
+        self.libraries.note(self._values.values(), result.calls)
         self._needed_on(held)
         self._run_on(result.hops)
         for known, _, _ in self.each():
@@ -286,11 +276,11 @@ class KnownValues:
         """
         if len(result.hops) < 2 or not self._of_other_sizes:
             return
-        both = KnownValues(self._paths, fake=self.fake)
+        both = KnownValues(self._paths, self.libraries, fake=self.fake)
         both._values = {**self._values, **self._of_other_sizes}
         for where in self._values.keys() & self._of_other_sizes.keys():
             both._values[where] = self._values[where].joined(self._of_other_sizes[where])
-        both._called_on(result.calls)
+        self.libraries.note(both._values.values(), result.calls)
         both._needed_on(held)
         for where in self._of_other_sizes:
             known = both._values[where]

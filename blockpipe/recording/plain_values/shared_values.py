@@ -32,6 +32,7 @@ from ...restoring.holders import Holder
 from ...restoring.iterators import advances
 from ...restoring.model_state import names_in
 from ..calls import Call
+from ..library_reads import LibraryReads
 from .checkpoints import CheckpointedFrames
 from .collecting_garbage import CollectingGarbage
 from .drawn_numbers import DrawnNumbers
@@ -110,8 +111,11 @@ class SharedValues:
         self._objects[id(os.environ)] = variables = os.environ._data  # type: ignore[attr-defined]
         self._lasting.add(id(variables))
         self._functions = functions_by_code(holder.owner for holder in holders)
-        self.tensors, self.draws = TensorUses(), DrawnNumbers(holders)
-        self.indices = IndexUses(None)
+        self.tensors, self.indices, self.draws = (
+            TensorUses(),
+            IndexUses(None),
+            DrawnNumbers(holders),
+        )
         self.on_read: Callable[[Any, Any, types.FrameType, bool], None] = lambda *found: None
         users = [f for same in self._functions.values() for f in same if has_users_code(f)]
         # To trace takes about as long as the recording of a small model.
@@ -119,7 +123,7 @@ class SharedValues:
         self.traces = traces or self.draws.has_own(users) or any(map(may_set, codes))
         self.traces = self.traces or any(map(may_write, codes))
         self._replaces_all = any(not {*names_in(f.__code__)}.isdisjoint(WHOLE) for f in users)
-        self.known = KnownValues(names, fake=fake)
+        self.known = KnownValues(names, LibraryReads(holders, modules), fake=fake)
         itself: Any = weakref.proxy(self)  # a cycle would keep tensors of the frames
         self.sizes = Sizes(partial(SharedValues._is_lasting, itself), self.known, fake=fake)
         self._codes: dict[int, tuple[types.CodeType, Any]] = {}  # kept alive
@@ -132,9 +136,8 @@ class SharedValues:
         self._kinds = [(path, module, type(module)) for path, module in modules.items()]
         self._pending = PendingWrites(self.known, fake=fake)
         note = partial(SharedValues._note_all, itself, over=True)
-        note_still = partial(SharedValues._note_still, itself)
         self.missed = MissedTensors(self.known)
-        beside = note, note_still, self.missed
+        beside = note, partial(SharedValues._note_still, itself), self.missed
         self._branches = MissedBranches(self.known, self.sizes, *beside, fake=fake)
         self._checkpoints = CheckpointedFrames()
         self._collecting = CollectingGarbage()
@@ -170,6 +173,7 @@ class SharedValues:
             is_traced = is_users(frame.f_globals.get("__name__"))
             self._codes[id(code)] = code, accesses_of(code) if is_traced else None
         if self._codes[id(code)][1] is None or self._collecting.now:
+            self.known.libraries.runs(frame, self._hop)
             return None
         frame.f_trace = self._ran  # before the next line, which has no effect on 3.13.0 otherwise
         frame.f_trace_opcodes, frame.f_trace_lines = True, False

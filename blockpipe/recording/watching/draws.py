@@ -61,9 +61,14 @@ class RandomDraws:
             hop = max(self._run.hop, 0)
             drawn.hops += [] if hop in drawn.hops else [hop]
             return
-        self._result.hops[self._run.arrive()].draws.add("torch")  # perhaps the first of its hop
+        self.sets_state("torch")
         for call in self._calls:
             call.draws = True
+
+    def sets_state(self, kind: str) -> None:
+        """Note that code gives a generator of the process a state: it draws, even if the state is
+        the same in the end."""
+        self._result.hops[self._run.arrive()].draws.add(kind)  # perhaps the first of its hop
 
 
 def line() -> str:

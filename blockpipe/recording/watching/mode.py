@@ -128,8 +128,9 @@ class RecordingMode(CrossingMode):
     def saw_checkpoint(self, recompute: Callable[..., Any]) -> None:
         self.recorder.note_checkpoint(recompute)
 
-    def saw_generator_set(self) -> None:
-        self.recorder.draws.drew(None)
+    def saw_generator_set(self, kind: str) -> None:
+        draws = self.recorder.draws
+        draws.drew(None) if kind == "torch" else draws.sets_state(kind)
 
     def saw_custom_function(self, name: str, *, is_scripted: bool = False) -> None:
         self.recorder.operation()

@@ -1,0 +1,93 @@
+"""Find the values that the code of libraries' modules reads, which nobody traces.
+
+Such a module reads its attributes, those of its configuration and those of the modules that only a
+plain list or dictionary holds, wherever its code names them.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import nn
+
+from .._common.callsite import users_line
+from ..restoring.holders import Holder
+from .calls import Call
+from .plain_values.evaluation.members import ALL
+from .plain_values.values import SharedValue
+from .reads import libraries_code_reads
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class LibraryReads:
+    """The calls of libraries' modules in one forward.
+
+    Args:
+        holders: the holders of all objects that can be reached from the model.
+        modules: the model's modules, by path.
+    """
+
+    def __init__(self, holders: Iterable[Holder], modules: Mapping[str, nn.Module]) -> None:
+        self._modules, registered = modules, {*map(id, modules.values())}
+        owners = {id(holder.owner): holder.owner for holder in holders}
+        # They have no path, so that no call tells of them.
+        self._hidden = {
+            key: owner
+            for key, owner in owners.items()
+            if isinstance(owner, nn.Module) and key not in registered
+        }
+        self._ran: dict[tuple[int, int], str] = {}  # by the id of such a module and the hop
+
+    def runs(self, frame: types.FrameType, hop: Callable[[], int]) -> None:
+        """Note that a library's function begins to run."""
+        code = frame.f_code
+        is_method = bool(self._hidden) and code.co_argcount and code.co_varnames[0] == "self"
+        if is_method and not code.co_name.startswith("__"):  # to set an attribute is not to read it
+            itself = id(frame.f_locals.get("self"))
+            if itself in self._hidden:
+                self._ran.setdefault((itself, hop()), users_line())
+
+    def note(self, values: Iterable[SharedValue], calls: Iterable[Call]) -> None:
+        """Add to each value that was set the hops on which a library's code reads it.
+
+        Args:
+            values: the values of the forward.
+            calls: its calls.
+        """
+        read_by: dict[int, list[SharedValue]] = defaultdict(list)  # by the id of a module
+        for known in values:
+            for module in self._readers_of(known) if known.set_on else ():
+                read_by[id(module)].append(known)
+        called = [
+            (id(self._modules[call.path]), call.hop, call.where)
+            for call in calls
+            if call.hop is not None and call.path in self._modules
+        ]
+        for key, hop, where in (*called, *((*ran, where) for ran, where in self._ran.items())):
+            for known in read_by.get(key, ()):
+                known.read_on.add(hop)
+                known.first_read = known.first_read or where
+
+    def _readers_of(self, known: SharedValue) -> Iterable[nn.Module]:
+        """Return the modules whose libraries' code reads a value where they are called."""
+        owner, is_all = known.owner, known.key is ALL
+        if isinstance(owner, nn.Module):
+            return [owner] if is_all or libraries_code_reads(type(owner), known.key) else []
+        if not isinstance(known.key, str) or isinstance(owner, dict):
+            return []
+        holding = self._holding.get(id(owner), ())
+        return [m for m in holding if libraries_code_reads(type(m), known.key)]
+
+    @functools.cached_property
+    def _holding(self) -> dict[int, list[nn.Module]]:
+        """The modules that have an object as an attribute, by its id."""
+        found: dict[int, list[nn.Module]] = defaultdict(list)
+        for module in (*self._modules.values(), *self._hidden.values()):
+            for value in vars(module).values():
+                if not isinstance(value, _PLAIN):
+                    found[id(value)].append(module)
+        return found

@@ -1,0 +1,106 @@
+"""What libraries' modules read where they are called: nobody traces their code."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import blockpipe as bp
+from blockpipe.errors import StateError
+
+from ..alike import check_trains_alike
+from ..stage_devices import stages
+
+
+class Sets(nn.Module):
+    """Sets a slope on the first stage, which a library's module of a plain container has."""
+
+    def __init__(self, held: Any, *, called_on: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.held, self.called_on, self.n = held, called_on, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+            self.n += 1
+            self.held[0].negative_slope = 0.1 * self.n
+            if self.called_on == 0:
+                h = self.held[0](h)
+        with bp.Block(stage=1):
+            h = self.b(h)
+            return self.held[0](h) if self.called_on else h
+
+
+@pytest.mark.parametrize("container", [list, lambda modules: {0: modules[0]}, nn.ModuleList])
+def test_an_attribute_of_a_module_that_another_stage_calls_is_refused(container: Any):
+    """Attack 23: in a plain list, micro-batches under way at once changed it for each other."""
+    net = Sets(container([nn.LeakyReLU(0.5)]), called_on=1)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match="negative_slope"):
+        pipe.forward_backward(torch.randn(8, 4), target=torch.randn(8, 4), loss_fn=mse_loss)
+
+
+def test_an_attribute_of_a_module_that_its_own_stage_calls_is_its_own():
+    """Only where another stage calls the module does it matter."""
+    check_trains_alike(Sets([nn.LeakyReLU(0.5)], called_on=0))
+
+
+class Parametrized(Sets):
+    """Gives such a module a parameter of each micro-batch's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+            self.n += 1
+            self.held[0].weight = nn.Parameter(torch.full((1,), 0.1 * self.n))
+        with bp.Block(stage=1):
+            time.sleep(0.05)
+            return self.held[0](self.b(h))
+
+
+class Kept(Sets):
+    """Keeps a parameter of each micro-batch's in a dictionary."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+            self.n += 1
+            self.held["weight"] = nn.Parameter(torch.full((4,), 0.1 * self.n))
+        with bp.Block(stage=1):
+            time.sleep(0.05)
+            return self.b(h) * self.held["weight"]
+
+
+@pytest.mark.parametrize(("kind", "held"), [(Parametrized, [nn.PReLU()]), (Kept, {})])
+def test_a_parameter_of_another_micro_batch_is_refused(kind: type[Sets], held: Any):
+    """A parameter that the forward made was nobody's: another micro-batch's was read."""
+    pipe = bp.Pipeline(kind(held, called_on=1), devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match="belongs to micro-batch"):
+        [pipe.forward_backward(torch.randn(8, 4), loss_fn=torch.sum) for _ in range(3)]
+
+
+def test_a_value_of_a_configuration_that_a_librarys_module_reads_is_refused():
+    """Attack 23: one stage set it, and the code of the other one's module was not looked at."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=8)
+
+    class Configures(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.n = nn.Linear(8, 8), transformers.GPT2Model(config), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            with bp.Block(stage=0):
+                self.n += 1
+                config.use_cache = self.n % 2 == 0
+                h = self.a(x)
+            with bp.Block(stage=1):
+                return self.b(inputs_embeds=h).last_hidden_state
+
+    pipe = bp.Pipeline(Configures(), devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match="use_cache"):
+        pipe.forward_backward(torch.randn(8, 3, 8), loss_fn=torch.sum)
