@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -223,6 +223,38 @@ def restore(states: States) -> None:
     """Put generators into these states."""
     for source, state in states.items():
         _set(source, state)
+
+
+class SettingGenerators:
+    """A stretch in which this thread may set the process's generators, or looks whether others do.
+
+    Args:
+        sets: whether it may set them.
+    """
+
+    _lock = threading.Lock()
+    _began = _under_way = 0  # of all threads' stretches that set them
+
+    def __init__(self, *, sets: bool) -> None:
+        self._sets = sets
+
+    def __enter__(self) -> Self:
+        kind = SettingGenerators
+        with kind._lock:
+            kind._began += self._sets
+            self._others, self._before = kind._under_way, kind._began
+            kind._under_way += self._sets
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        kind = SettingGenerators
+        with kind._lock:
+            kind._under_way -= self._sets
+
+    def is_alone(self) -> bool:
+        """Return whether no other thread's stretch has set them since this one began."""
+        with self._lock:
+            return not self._others and SettingGenerators._began == self._before
 
 
 class preserve_rng:  # noqa: N801 - a context manager that reads as a participle

@@ -8,7 +8,14 @@ from typing import Any
 from .._common.callsite import users_line, warn
 from ..batches.losses import computed_loss
 from ..costs.meter import Meter
-from ..devices.rng_streams import RngStreams, Source, current, moved, sources_of
+from ..devices.rng_streams import (
+    RngStreams,
+    SettingGenerators,
+    Source,
+    current,
+    moved,
+    sources_of,
+)
 from .step_request import StepRequest
 
 
@@ -62,22 +69,28 @@ class StepRandomness:
     def drawing(self) -> Iterator[None]:
         """Stand around the forwards: where they succeed, the generators go on from them."""
         streams = self._streams
-        before = {} if streams is not None else current(self._prepared.generators)
-        try:
-            yield
-        except BaseException:
+        with SettingGenerators(sets=streams is not None) as stretch:
+            before = {} if streams is not None else current(self._prepared.generators)
+            try:
+                yield
+            except BaseException:
+                if streams is not None:
+                    streams.abandon()
+                raise
             if streams is not None:
-                streams.abandon()
-            raise
-        if streams is not None:
-            streams.finish()
-        # Somebody draws that no stream is for: from now on each hop may. In a first step no hop is
-        # without one.
-        others = streams.others if streams is not None else {*moved(before)}
+                streams.finish()
+            others = streams.others if streams is not None else {*moved(before)}
+            is_alone = stretch.is_alone()
+        if is_alone:  # else another pipeline has set them
+            self._tell(others)
+
+    def _tell(self, others: set[Source]) -> None:
+        """Tell that something has drawn from generators for which it had no stream."""
+        # From now on each hop may. In a first step no hop is without one.
         drawn = set[Source]() if self._is_first else others
         kinds = {source if isinstance(source, str) else "torch" for source in drawn}
         is_new = [self._prepared.mark_as_random(kind=kind) for kind in sorted(kinds)]
-        if streams is None or not others or self._is_one_by_one:
+        if self._streams is None or not others or self._is_one_by_one:
             return  # one by one a backward may draw, too
         if not any(is_new):
             warn(

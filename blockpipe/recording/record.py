@@ -26,7 +26,7 @@ from ..batches.shared_memory import map_sharing
 from ..devices.copies import carry
 from ..devices.devices import is_on_meta
 from ..devices.gathered import gathered
-from ..devices.rng_streams import every_source, preserve_rng
+from ..devices.rng_streams import SettingGenerators, every_source, preserve_rng
 from ..errors import BlockpipeError, RecordingError
 from ..restoring.holders import Holder
 from ..restoring.model_state import ModelState
@@ -136,7 +136,7 @@ def _record(
     *,
     fake: bool,
 ) -> Recording:
-    with request.signals, request.undone:
+    with request.signals, SettingGenerators(sets=True), request.undone:
         # What the forward sets in context variables stays in this copy.
         run = partial(_recorded, request, share, intended, fake=fake)
         return contextvars.copy_context().run(run)

@@ -10,10 +10,11 @@ more in them. Iterators cannot be set back, so the forward gets copies of them.
 
 import functools
 import gc
+import itertools
 import types
 import weakref
 from array import array
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -185,7 +186,7 @@ class ModelState:
             self._has_iterators = True
             # A generator is not advanced, so the objects that it holds do not change.
             is_refused = isinstance(value, types.GeneratorType) or is_of_loader(value)
-            return () if is_refused else gc.get_referents(value)
+            return () if is_refused else _behind(value)
         if isinstance(value, BOUND):
             return (value.__self__,)
         if isinstance(value, weakref.ref):
@@ -264,6 +265,15 @@ class ModelState:
         return [m for m in found if not isinstance(m[0] if type(m) is tuple and m else m, Tensor)]
 
 
+def _behind(iterator: Any) -> list[Any]:
+    """Return the objects that an iterator holds."""
+    found = gc.get_referents(iterator)
+    if not isinstance(iterator, itertools.zip_longest):
+        return found
+    # Where one of its iterators has ended, its tuple holds nothing there: to read that is a crash.
+    return gc.get_referents(*(one for one in found if isinstance(one, tuple)))
+
+
 def _is_module(value: Any) -> bool:
     return isinstance(value, types.ModuleType)
 
@@ -300,11 +310,17 @@ def _unwrapped(member: Any) -> tuple[Any, ...]:
     return (member.fget, member.fset) if isinstance(member, property) else (member,)
 
 
+_MEMBERS_OF_C: tuple[tuple[type, Any], ...] = (
+    (BaseException, BaseException.args),
+    (defaultdict, vars(defaultdict)["default_factory"]),
+)
+
+
 def slot_members(kind: type) -> tuple[Any, ...]:
-    """Return the descriptors that set each slot even if the class overrides ``__setattr__``; of an
-    exception, also the one of its arguments."""
-    # Classes that are written in C have no __slots__.
+    """Return the descriptors that set each slot even if its class overrides ``__setattr__``. Those
+    written in C have no ``__slots__``, but some have members that user code sets."""
     bases = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
     members = (member for base in bases for member in base.values())
     slots = tuple(m for m in members if isinstance(m, types.MemberDescriptorType))
-    return (*slots, BaseException.args) if issubclass(kind, BaseException) else slots
+    of_c = [m for base, m in _MEMBERS_OF_C if issubclass(kind, base)]
+    return (*slots, *of_c)

@@ -4,7 +4,9 @@ import array
 import functools
 import io
 import itertools
+import operator
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -236,7 +238,19 @@ ITERATORS: dict[str, Callable[[], Any]] = {
     "cycle": lambda: itertools.cycle(iter([1, 2, 3])),
     "chain of map": lambda: itertools.chain(map(int, iter("1")), [2, 3]),
     "tee": lambda: itertools.tee(range(1, 9))[0],
+    "zip that has ended in part": lambda: _zip_ended_in_part(),
 }
+
+
+def _zip_ended_in_part() -> Iterator[int]:
+    """CPython's tuple of its iterators is not whole then."""
+    both = itertools.zip_longest([0], itertools.count(-1))
+    return map(operator.itemgetter(1), itertools.islice(both, 2, None))
+
+
+def _in_default_factory() -> Tick:
+    numbers = defaultdict[int, int](itertools.count(1).__next__)
+    return lambda net: numbers[len(numbers)]
 
 
 def _of_iterator(make: Callable[[], Any]) -> Tick:
@@ -264,6 +278,7 @@ COUNTS: dict[str, Callable[[], Tick]] = {
     "iterator as a default": _in_default,
     "parameter": _on_parameter,
     "array of objects": _in_array_of_objects,
+    "factory of a defaultdict": _in_default_factory,
     "file in memory": _in_file,
     "bytearray": lambda: _in_bytes(bytearray(1)),
     "array": lambda: _in_bytes(array.array("d", [0])),

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import blockpipe as bp
 from blockpipe.preparation import prepared
+from blockpipe.replicas import Replicas
 
 from ..stage_devices import stages
 
@@ -114,3 +115,19 @@ def test_a_thread_that_draws_meanwhile_is_told(schedule: str):
     finally:
         is_over.set()
         thread.join()
+
+
+class Waits(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.002)
+        return super().forward(x)
+
+
+def test_pipelines_at_the_same_time_are_not_taken_for_draws():
+    """Each of two replicas' first steps set the generators, and the other one warned."""
+    torch.set_num_threads(4)
+    for _ in range(3):
+        net = bp.begin_blocks(nn.Sequential(Waits(4, 4), Waits(4, 4)), {"1": 1})
+        both = Replicas(net, [stages(2)] * 2, chunks=4)
+        for _ in range(4):
+            both.forward_backward(torch.randn(16, 4), loss_fn=torch.sum)

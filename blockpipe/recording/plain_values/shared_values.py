@@ -111,17 +111,13 @@ class SharedValues:
         self._objects[id(os.environ)] = variables = os.environ._data  # type: ignore[attr-defined]
         self._lasting.add(id(variables))
         self._functions = functions_by_code(holder.owner for holder in holders)
-        self.tensors, self.indices, self.draws = (
-            TensorUses(),
-            IndexUses(None),
-            DrawnNumbers(holders),
-        )
+        self.tensors, self.draws = TensorUses(), DrawnNumbers(holders)
+        self.indices = IndexUses(None)
         self.on_read: Callable[[Any, Any, types.FrameType, bool], None] = lambda *found: None
         users = [f for same in self._functions.values() for f in same if has_users_code(f)]
         # To trace takes about as long as the recording of a small model.
-        codes = [function.__code__ for function in users]
-        self.traces = traces or self.draws.has_own(users) or any(map(may_set, codes))
-        self.traces = self.traces or any(map(may_write, codes))
+        changes = any(may_set(f.__code__) or may_write(f.__code__) for f in users)
+        self.traces = traces or self.draws.has_own(users) or changes
         self._replaces_all = any(not {*names_in(f.__code__)}.isdisjoint(WHOLE) for f in users)
         self.known = KnownValues(names, LibraryReads(holders, modules), fake=fake)
         itself: Any = weakref.proxy(self)  # a cycle would keep tensors of the frames
