@@ -103,25 +103,6 @@ def forward_of(kind: type[nn.Module]) -> Any:
     return next(vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base))
 
 
-def copied_whole(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Return a deep copy of a module, in which parameters have the attributes that were set on them
-    as well: torch copies those of other tensors only.
-
-    Args:
-        module: the module.
-        memo: as for ``copy.deepcopy``: by id, what stands for objects of its own in the copy.
-    """
-    copied = copy.deepcopy(module, memo)
-    for tensor in (*module.parameters(), *module.buffers()):
-        own = memo.get(id(tensor), tensor)  # a class may copy itself in its own way
-        for name, value in vars(tensor).items() if own is not tensor else ():
-            try:
-                vars(own)[name] = copy.deepcopy(value, memo)
-            except (TypeError, RuntimeError):  # a lock, a process group, a tensor with a graph
-                vars(own)[name] = value
-    return copied
-
-
 class StandIn:
     """A temporary replacement of a module's forward, which is not a change by the user.
 

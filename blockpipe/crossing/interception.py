@@ -130,6 +130,9 @@ class ForwardMode(TorchFunctionMode):
         """Note a ``torch.utils.checkpoint`` in the glue, and what torch calls to run its function
         again; a recording writes it down."""
 
+    def saw_setting(self) -> None:
+        """Note that a setting of torch or of the process may have changed."""
+
     def saw_generator_set(self, kind: str) -> None:
         """Note that torch's, Python's or numpy's generator is given a state; a recording writes it
         down."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .._common.threads.process_changes import ProcessChange
+from .._common.threads.thread_state import enter_modes, leave_modes
 from .._torch.compiler import CHOOSES, compiler
 from .._torch.modes import how_many_function_modes
 from .._torch.tensors import MAKE_SUBCLASS, FakeTensor
@@ -261,6 +262,33 @@ def _call_scripted(function: Any, *args: Any, **kwargs: Any) -> Any:
     return mode.call_sealed(original, args, kwargs)
 
 
+class FastPaths(Replacement):
+    """A replacement by which ``torch.overrides.has_torch_function``, asked in the glue, does not
+    count our mode: with any mode, ``nn.TransformerEncoder`` leaves out its fast path, whose results
+    are others where a mask says that there is padding. A recording has none: fake tensors cannot do
+    what is on that path."""
+
+    owner, name = torch.overrides, "has_torch_function"
+
+    def replacement(self) -> Any:
+        return _has_torch_function
+
+
+_original_has_torch_function: Any = torch.overrides.has_torch_function
+
+
+def _has_torch_function(relevant_args: Any) -> bool:
+    mode = active_mode()
+    if mode is None or mode.run.place.listener is not None or not mode.is_on():
+        return bool(_original_has_torch_function(relevant_args))
+    modes = leave_modes()
+    try:
+        others = any(one is not mode for one in modes)
+        return others or bool(_original_has_torch_function(relevant_args))
+    finally:
+        enter_modes(modes)
+
+
 class AsWritten(Replacement):
     """A replacement by which functions under ``torch.compile`` in the glue run as written: the
     compiler would trace what the mode does for one micro-batch, and do it again for others. To be
@@ -282,12 +310,11 @@ class AsWritten(Replacement):
         return choose
 
 
-class GeneratorStates(ProcessChange):
-    """Replacements by which it is noticed that code gives a state or a seed to a generator of the
-    process: ``fork_rng``, or a context manager that draws by a seed and sets back what was there.
-    It would do so for those who draw at the same time, and the state alone does not show it."""
+class _SeenCalls(ProcessChange):
+    """Replacements by which it is noticed that functions of some modules are called."""
 
-    _only: ClassVar[Any] = None
+    _only: ClassVar[Any] = None  # of its class
+    _functions: ClassVar[tuple[tuple[str, str, str], ...]]  # their modules and names, with a kind
     _put: tuple[tuple[Any, str, Any, Any], ...] = ()  # owners and names, originals, replacements
 
     def __new__(cls) -> Self:
@@ -296,10 +323,10 @@ class GeneratorStates(ProcessChange):
         return cast(Self, cls._only)
 
     def put_on(self) -> None:
-        """Replace what sets a generator of an imported module."""
-        found = ((sys.modules.get(module), name, kind) for module, name, kind in _SETS_STATE)
+        """Replace those of imported modules."""
+        found = ((sys.modules.get(module), name, kind) for module, name, kind in self._functions)
         self._put = tuple(
-            (owner, name, original, _noting(original, kind))
+            (owner, name, original, self._noting(original, kind))
             for owner, name, kind in found
             if owner is not None and (original := vars(owner).get(name)) is not None
         )
@@ -313,28 +340,58 @@ class GeneratorStates(ProcessChange):
                 setattr(owner, name, original)
         self._put = ()
 
+    def _noting(self, original: Any, kind: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            mode = active_mode()
+            if mode is None:
+                return original(*args, **kwargs)
+            return self._called(mode, kind, functools.partial(original, *args, **kwargs))
 
-_SETS_STATE = (
-    ("torch", "set_rng_state", "torch"),
-    ("random", "seed", "random"),
-    ("random", "setstate", "random"),
-    ("numpy.random", "seed", "numpy"),
-    ("numpy.random", "set_state", "numpy"),
-)
+        functools.update_wrapper(call, original)
+        vars(call)[_STANDS_FOR] = original
+        return call
+
+    def _called(self, mode: Any, kind: str, call: Callable[[], Any]) -> Any:
+        """Tell the mode of a call, and make it."""
+        raise NotImplementedError
 
 
-def _noting(original: Any, kind: str) -> Callable[..., Any]:
-    """Return a function that tells the mode of its call, and then does what torch's does."""
+class GeneratorStates(_SeenCalls):
+    """Replacements by which it is noticed that code gives a state or a seed to a generator of the
+    process: ``fork_rng``, or a context manager that draws by a seed and sets back what was there.
+    It would do so for those who draw at the same time, and the state alone does not show it."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        mode = active_mode()
-        if mode is not None:
-            mode.saw_generator_set(kind)
-        return original(*args, **kwargs)
+    _functions = (
+        ("torch", "set_rng_state", "torch"),
+        ("random", "seed", "random"),
+        ("random", "setstate", "random"),
+        ("numpy.random", "seed", "numpy"),
+        ("numpy.random", "set_state", "numpy"),
+    )
 
-    functools.update_wrapper(call, original)
-    vars(call)[_STANDS_FOR] = original
-    return call
+    def _called(self, mode: Any, kind: str, call: Callable[[], Any]) -> Any:
+        mode.saw_generator_set(kind)
+        return call()
+
+
+class SettingsSet(_SeenCalls):
+    """Replacements by which it is noticed that code changes a setting of torch or of the process,
+    also if it sets that back before the next operation: others may run under it meanwhile."""
+
+    _functions = (
+        *(("os", "chdir", ""), ("locale", "setlocale", "")),
+        *(("torch", name, "") for name in ("set_default_dtype", "set_num_threads")),
+        *(("torch", name, "") for name in ("use_deterministic_algorithms", "set_deterministic")),
+        ("torch", "set_deterministic_debug_mode", ""),
+        ("torch", "set_float32_matmul_precision", ""),
+        ("torch.backends.mha", "set_fastpath_enabled", ""),
+        ("torch.autograd.anomaly_mode", "set_detect_anomaly", ""),
+    )
+
+    def _called(self, mode: Any, kind: str, call: Callable[[], Any]) -> Any:
+        result = call()
+        mode.saw_setting()
+        return result
 
 
 def original_of(value: object) -> object:

@@ -37,6 +37,7 @@ from .tensors.tensor_import import TensorImport
 from .torch_patches import (
     Backwards,
     CustomFunctions,
+    FastPaths,
     Replacement,
     ScriptFunctions,
     UnseenOperations,
@@ -217,6 +218,7 @@ def intercepting() -> Iterator[None]:
         CustomFunctions(),
         ScriptFunctions(),
         UnseenOperations(),
+        FastPaths(),
         Checkpoints(),
     ):
         yield

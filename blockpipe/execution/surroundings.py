@@ -12,6 +12,7 @@ from ..crossing.torch_patches import (
     AsWritten,
     Backwards,
     CustomFunctions,
+    FastPaths,
     ScriptFunctions,
     TensorHooks,
     UnseenOperations,
@@ -42,6 +43,7 @@ def around_cut_step(state: StepState) -> Iterator[None]:
         stack.enter_context(CustomFunctions())
         stack.enter_context(ScriptFunctions())
         stack.enter_context(UnseenOperations())
+        stack.enter_context(FastPaths())
         stack.enter_context(Checkpoints())
         if compiler() is not None:
             stack.enter_context(AsWritten())

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from .._common.callsite import users_line
-from .._common.modules import copied_whole
 from .._torch.graph import gradient_hooks, stepping_hooks
 from .._torch.modules import pruned_names
 from .._torch.tensors import version_of
 from ..errors import UsageError
 from .holders import AttributesHolder, DictHolder, Holder, SequenceHolder
 from .model_state import ModelState
+from .whole_copies import copied_whole
 
 _PLAIN = frozenset([bool, int, float, complex, str, bytes, type(None)])
 _kind_of: Callable[[Tensor], tuple[Any, ...]] = attrgetter("dtype", "shape")

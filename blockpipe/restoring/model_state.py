@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._common.imports import imported_in
 from .._common.libraries import FOREIGN, given_by_name, given_to_libraries, has_users_code, is_users
 from .._torch.modules import hooks_of_all_modules
 from .._torch.patched_functions import in_place_of_torchs
@@ -37,7 +38,6 @@ from .holders import (
     container_of,
     environment,
 )
-from .imports import imported_in
 from .iterators import BOUND, StandIns, is_iterator, is_of_loader
 from .process_state import kept_interpreter
 

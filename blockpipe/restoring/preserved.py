@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._common.modules import copied_whole
 from .._torch.graph import stepping_hooks
 from ..devices.rng_streams import Source, preserve_rng
 from .held_signals import RestoredWhole
 from .model_state import ModelState
+from .whole_copies import copied_whole
 
 
 class PreservedModel:

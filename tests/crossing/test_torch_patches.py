@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -59,3 +60,24 @@ def test_compiled_functions_run_as_written_in_the_forwards_own_code():
     for loss in losses:
         assert_close(loss, plain_step(plain, (x.to(DEVICE),), {}, None, square, 4))
     assert_same_gradients(net, plain)
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype stage")  # nested tensors
+@pytest.mark.parametrize("schedule", ["1f1b", "sequential", "uncut"])
+@pytest.mark.parametrize("others", [False, True])
+def test_an_encoder_takes_torchs_fast_path_in_evaluation(schedule: str, *, others: bool):
+    """Attack 24: with any mode on it leaves that out, and what is padded was another number."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    plain = nn.TransformerEncoder(layer, 3).eval()
+    net = bp.begin_blocks(copy.deepcopy(plain), {"layers.1": 1})
+    x, pad = torch.randn(8, 6, 8), torch.zeros(8, 6, dtype=torch.bool)
+    pad[:, 4:] = True
+    if others:
+        pad[::2, 3:] = True
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4, schedule=schedule)
+    with torch.no_grad():
+        parts = zip(x.chunk(4), pad.chunk(4), strict=True)
+        expected = [plain(part, src_key_padding_mask=its) for part, its in parts]
+        found = pipe(x, src_key_padding_mask=pad)
+    assert (found[pad] == 0).all()
+    torch.testing.assert_close(found, torch.cat(expected))

@@ -75,6 +75,7 @@ class Kept(Sets):
             return self.b(h) * self.held["weight"]
 
 
+@pytest.mark.cpu("on accelerators one thread runs the forwards, one after the other")
 @pytest.mark.parametrize(("kind", "held"), [(Parametrized, [nn.PReLU()]), (Kept, {})])
 def test_a_parameter_of_another_micro_batch_is_refused(kind: type[Sets], held: Any):
     """A parameter that the forward made was nobody's: another micro-batch's was read."""

@@ -1,12 +1,17 @@
 """Changes of modules that several stages call."""
 
+import contextlib
 import copy
+import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import blockpipe as bp
+from blockpipe.errors import StateError
 
 from ..alike import DEVICE
 from ..models import square
@@ -71,3 +76,45 @@ def test_a_shared_table_may_grow_in_the_first_evaluation(kind: str):
         loss = pipe.forward_backward(x, loss_fn=square).loss
         assert_close(loss, plain_step(plain, (x.to(DEVICE),), {}, None, square, 3))
     assert_same_gradients(net, plain)
+
+
+def _in_another_directory() -> None:
+    with contextlib.chdir("/"):
+        os.listdir(".")
+
+
+def _in_another_dtype() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(before)
+
+
+def _with_one_thread() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    torch.set_num_threads(before)
+
+
+class SetsBack(nn.Module):
+    """Sets something of the process's and sets it back, without an operation meanwhile."""
+
+    def __init__(self, change: Callable[[], None]) -> None:
+        super().__init__()
+        self.a, self.b, self.change = nn.Linear(4, 4), nn.Linear(4, 4), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+            self.change()
+        with bp.Block(stage=1):
+            return self.b(h)
+
+
+@pytest.mark.parametrize(
+    "change", [_in_another_directory, _in_another_dtype, _with_one_thread]
+)
+def test_a_setting_that_is_set_back_before_the_next_operation_is_refused(change: Any):
+    """Attack 24: only operations looked, and another stage ran under it."""
+    pipe = bp.Pipeline(SetsBack(change), devices=["cpu"] * 2, chunks=2)
+    with pytest.raises(StateError, match="the forward changes .*, and runs under it"):
+        pipe.forward_backward(torch.randn(4, 4), loss_fn=torch.sum)

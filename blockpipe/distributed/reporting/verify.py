@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from ..._common.callsite import users_line
-from ..._common.modules import copied_whole
 from ..._common.nested import map_tensors
 from ...batches.joining import join
 from ...batches.microbatch import weights_of
@@ -35,6 +34,7 @@ from ...reports.verify.result import (
 from ...reports.verify.run import joining
 from ...reports.verify.whole_batch import against_whole_batch
 from ...restoring.preserved import PreservedModel, fresh_copy
+from ...restoring.whole_copies import copied_whole
 from ..agreement import Agreement, Kind
 from ..replicas import StageReplicas
 from ..stage_places import StagePlaces

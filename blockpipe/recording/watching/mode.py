@@ -128,6 +128,9 @@ class RecordingMode(CrossingMode):
     def saw_checkpoint(self, recompute: Callable[..., Any]) -> None:
         self.recorder.note_checkpoint(recompute)
 
+    def saw_setting(self) -> None:
+        self.recorder.changes.at_operation(self.recorder.hop_here())
+
     def saw_generator_set(self, kind: str) -> None:
         draws = self.recorder.draws
         draws.drew(None) if kind == "torch" else draws.sets_state(kind)

@@ -22,7 +22,7 @@ from ...batches.losses import own_loss_or_none
 from ...costs.meter import Meter
 from ...crossing.step_context import Graphs, KnownForward, StepContext
 from ...crossing.tags import was_written
-from ...crossing.torch_patches import Eager, GeneratorStates
+from ...crossing.torch_patches import Eager, GeneratorStates, SettingsSet
 from ...crossing.user_checkpoints import intercepting
 from ...restoring.holders import Holder, container_of
 from ...stages.cursor import set_cursor
@@ -178,6 +178,7 @@ def _run(model: nn.Module, inputs: Any, recorder: Recorder, values: SharedValues
         with (
             intercepting(),
             GeneratorStates(),
+            SettingsSet(),
             NodeHooksSeen(),
             PackingSeen(),
             SwapsSeen(),
