@@ -45,7 +45,7 @@ from .execution.lanes.thread_pool import submit
 from .execution.step_result import StepResult
 from .pipeline import Pipeline
 from .preparation.options import check_loss, joined_kwargs
-from .preparation.shared_state import shared_by_copies
+from .preparation.shared_state import check_loss_of_copies, shared_by_copies
 from .recording.recording import Recording
 from .recording.sample import check_initialized
 from .restoring.copied_models import CopiedModels
@@ -339,6 +339,7 @@ class Replicas(CopiedInterface):
         result = run()
         recording = self.pipes[0].recording
         if recording is not None:
+            check_loss_of_copies(recording, self._copied.has_own)
             if len(self._changes) >= _MOST_KINDS:
                 self._changes.clear()
             found = bool(moved(drawn)) or shared.changed()

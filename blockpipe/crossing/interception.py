@@ -277,7 +277,9 @@ class CrossingMode(ForwardMode):
         if func in ABOUT_VALUES and args:
             check_asked(args[0], run.place, run.step.constants)
         if func in _LOOKS_AT_GRAPH:
-            run.gradients.hooked.add(run.hop_of(args[0]))
+            run.gradients.hooked.add(hop := run.hop_of(args[0]))
+            if func is Tensor.retain_grad:
+                run.gradients.keep(args[0], hop)
         where = WHERE.get(func)
         if where is None:
             return call_under(modes, func, args, kwargs) if modes else func(*args, **kwargs)

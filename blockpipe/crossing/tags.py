@@ -156,6 +156,7 @@ class HopGraph:
     roots: list[tuple[GradientEdge, Tensor | None]] = field(default_factory=list)
     arriving: list[PendingCopy] = field(default_factory=list)  # of the roots' gradients
     crossings: list[Crossing] = field(default_factory=list)
+    kept: list[Tensor] = field(default_factory=list)  # alive, until the backward is over
 
 
 class GraphEntry(torch.autograd.Function):

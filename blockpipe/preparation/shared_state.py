@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._common.callsite import users_line
 from .._torch.tensors import FakeTensor, extent_of, overlapping
 from ..batches.losses import kind_of
 from ..errors import StateError
@@ -137,6 +138,28 @@ def shared_by_copies(recordings: Sequence[Recording]) -> str | None:
     # A tensor that a step has written to may be none of the outside in a later recording.
     written = (o for recording in recordings for o in recording.outside if o.written)
     return next((f"{outside.name} ({outside.where})" for outside in written), None)
+
+
+def check_loss_of_copies(recording: Recording, has_own: Callable[[int], bool]) -> None:
+    """Check that a loss does not read what the forward leaves on the model: each copy's forward
+    leaves it on the copy, of which the loss knows nothing.
+
+    Args:
+        recording: of the model.
+        has_own: whether each copy has an object for itself, by the id of the model's.
+
+    Raises:
+        StateError: it reads that.
+    """
+    read = recording.read_by_loss.items()
+    found = [what for what, owner in read if owner is None or has_own(owner)]
+    if found:
+        raise StateError(
+            "expected a loss that reads its arguments, got one that reads what the forward sets: "
+            f"{', '.join(found)}; each copy has its own, and the loss would read the first one's "
+            f"({users_line()}); return it with the output, set the gradients to None, and repeat "
+            "the step"
+        )
 
 
 def opened_since(before: Recording, now: Recording) -> Call | None:

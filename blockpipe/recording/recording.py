@@ -72,6 +72,9 @@ class Recording:
     shared_changes: list[SharedChange] = field(default_factory=list)
     turning: list[TurningValue] = field(default_factory=list, repr=False)
     left_for_loss: list[SharedChange] = field(default_factory=list)  # tensors, by several hops
+    read_by_loss: dict[str, int | None] = field(default_factory=dict, repr=False)
+    """What the forward sets and the loss reads, in words: the id of its object; None: a tensor that
+    a module has registered."""
     late_backwards: list[LateBackward] = field(default_factory=list)
     late_if_packed: list[LateBackward] = field(default_factory=list)  # by hooks around a step
     carried: list[CarriedValue] = field(default_factory=list)

@@ -38,6 +38,7 @@ def looked_at_twice(run: Callable[[bool], Recording]) -> Recording:
     first.read_between = [read for read in first.read_between if read[0] in carried]
     left = {change.what for change in first.left_for_loss}
     first.left_for_loss += [c for c in second.left_for_loss if c.what not in left]
+    first.read_by_loss |= second.read_by_loss
     first.late_if_packed = second.late_if_packed
     certain = (late for late in first.late_backwards if not late.settles)
     first.late_backwards = [*certain, *(late for late in second.late_backwards if late.settles)]

@@ -143,6 +143,10 @@ class CopiedModels:
         """Return whether each copy has an object for itself."""
         return any(_is_copied(owner, memo) for memo in self._memos[:1])
 
+    def has_own(self, key: int) -> bool:
+        """Return the same, by the object's id."""
+        return any(key in memo and id(memo[key]) != key for memo in self._memos[:1])
+
     def note(self) -> None:
         """Note what the model is now: a step is over."""
         # Most are empty: a module has a dictionary for each kind of hook.

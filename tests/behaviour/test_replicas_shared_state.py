@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import blockpipe as bp
+from blockpipe.errors import StateError
 from blockpipe.replicas import Replicas
 
-from ..stage_devices import assert_close
+from ..parity import assert_same_gradients, plain_step
+from ..stage_devices import assert_close, stages
 
 COUNTS = {"calls": 0}
 
@@ -284,3 +286,63 @@ def test_replicas_are_copied_and_pickled_after_steps(copied):
     assert others.module is not net
     for one, other in zip(net.parameters(), others.parameters(), strict=True):
         assert_close(one.grad, other.grad)
+
+
+class Leaves(nn.Module):
+    """Leaves something for the loss, beside what it returns."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.mean, self.means = 0.0, list[Tensor]()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+        with bp.Block(stage=1):
+            out = self.b(h)
+            self.mean = out.detach().abs().mean()
+            self.means.append(out.abs().mean())
+            self.count += 1
+            return out
+
+    def of_list(self, out: Tensor, y: Tensor) -> Tensor:
+        loss = F.mse_loss(out, y) + sum(self.means)
+        self.means.clear()
+        return loss
+
+    def of_attribute(self, out: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(out, y) * self.mean
+
+    def of_buffer(self, out: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(out, y) * self.count
+
+    def of_parameters(self, out: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(out, y) + 0.1 * sum(p.square().sum() for p in self.parameters())
+
+
+@pytest.mark.parametrize("loss", ["of_list", "of_attribute", "of_buffer"])
+def test_a_loss_that_reads_what_the_forward_leaves_is_refused(loss: str):
+    """Attack 24: the copies' losses read what the first one's forward had left."""
+    net, device = Leaves(), stages(1)[0]
+    both = Replicas(net, [[device] * 2] * 2, chunks=1)
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    with pytest.raises(StateError, match="reads what the forward sets"):
+        both.forward_backward(x, target=y, loss_fn=getattr(net, loss))
+
+
+def test_a_loss_reads_parameters_in_replicas():
+    """They have the same values in each copy."""
+    device = stages(1)[0]
+    net = Leaves().to(device)
+    plain = copy.deepcopy(net)
+    both = Replicas(net, [[device] * 2] * 2, chunks=2)
+    for _ in range(3):
+        x, y = torch.randn(8, 4), torch.randn(8, 4)
+        loss = both.forward_backward(x, target=y, loss_fn=net.of_parameters).loss
+        expected = plain_step(plain, (x.to(device),), {}, y, plain.of_parameters, 4)
+        assert_close(loss, expected)
+        assert_same_gradients(net, plain)

@@ -110,9 +110,7 @@ class SetsBack(nn.Module):
             return self.b(h)
 
 
-@pytest.mark.parametrize(
-    "change", [_in_another_directory, _in_another_dtype, _with_one_thread]
-)
+@pytest.mark.parametrize("change", [_in_another_directory, _in_another_dtype, _with_one_thread])
 def test_a_setting_that_is_set_back_before_the_next_operation_is_refused(change: Any):
     """Attack 24: only operations looked, and another stage ran under it."""
     pipe = bp.Pipeline(SetsBack(change), devices=["cpu"] * 2, chunks=2)

@@ -101,6 +101,11 @@ class Gradients:
             graph = self.graphs[hop] = HopGraph()
         return graph
 
+    def keep(self, tensor: Tensor, hop: int) -> None:
+        """Keep a tensor that retains its gradient until the backward of its hop is over: torch ends
+        the process if another thread drops it while the engine comes to it."""
+        self._graph(hop).kept.append(tensor)
+
     # --- in the backward
 
     def restore(self, hop: int) -> None:

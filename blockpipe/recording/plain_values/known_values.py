@@ -21,8 +21,16 @@ from .evaluation.expressions import Frame
 from .evaluation.members import ALL, BY_ARGUMENT, BY_NAME, NEEDS_GRADIENT, Names, member_of
 from .places import attribute_of, has_tensors, named, space_of
 from .syntax.accesses import Access
-from .syntax.effects import ASKS_CHANCE, ASKS_SHAPE, name_called
-from .values import SharedValue, back, frozen, hops_of, read_inside, shared_change
+from .syntax.effects import ASKS_CHANCE, ASKS_SHAPE, asked_for_values, name_called
+from .values import (
+    SharedValue,
+    back,
+    frozen,
+    hops_of,
+    read_inside,
+    read_meanwhile,
+    shared_change,
+)
 
 _REMEDY = "pass it along as an argument"
 _OF_LOSS = "return it with the output"
@@ -71,6 +79,7 @@ class KnownValues:
         self._ignored: dict[int, Any] = {}  # by id
         self._forwards: dict[int, SharedValue] = {}  # by the id of their code
         self.set_in_new: set[str] = set()
+        self._of_loss: list[SharedValue] = []
         self._is_unsure = False  # whether code beside the forward may read one of these
 
     def ignore(self, owners: Iterable[Any]) -> None:
@@ -96,6 +105,17 @@ class KnownValues:
             yield
         finally:
             self.is_of_other_sizes = before
+
+    @contextmanager
+    def beside_loss(self) -> Iterator[None]:
+        """Note, while entered, what the loss reads."""
+        with read_meanwhile(self._values) as self._of_loss:
+            yield
+
+    def read_by_loss(self) -> dict[str, int | None]:
+        """Return what the forward sets and the loss reads, in words, with the ids of its owners."""
+        values = (v for v in self._of_loss if any(k.set_on for k in (v, *self._of_all(v))))
+        return {f"{self._named(v)} ({v.first_read})": space_of(v.owner) for v in values}
 
     def turns(self, owner: Any, key: Any) -> bool:
         """Return whether the value at a place may be set to another one for another size."""
@@ -131,7 +151,7 @@ class KnownValues:
             calls: whether in a real run each call that asks for more than shapes counts.
         """
         asked = [*questions]
-        if not self.fake and any(_is_tensor(name, frame) for name in _asked_for_values(asked)):
+        if not self.fake and any(_is_tensor(name, frame) for name in asked_for_values(asked)):
             return True
         nodes = (node for one in asked for node in ast.walk(one))
         return any(self._is_open(node, frame, calls=calls) for node in nodes)
@@ -422,17 +442,6 @@ class KnownValues:
 
     def _named(self, known: SharedValue) -> str:
         return named(known.owner, known.key, self._paths)
-
-
-def _asked_for_values(nodes: Iterable[ast.AST]) -> Iterator[ast.Name]:
-    """Yield the variables whose values conditions ask for, and not only what they are."""
-    for node in nodes:
-        if isinstance(node, ast.Name):
-            yield node
-        elif isinstance(node, ast.BoolOp | ast.UnaryOp | ast.BinOp) or (
-            isinstance(node, ast.Compare) and not isinstance(node.ops[0], ast.Is | ast.IsNot)
-        ):
-            yield from _asked_for_values(ast.iter_child_nodes(node))
 
 
 def _is_tensor(name: ast.Name, frame: Frame) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -141,6 +142,20 @@ def read_inside(values: Mapping[_Place, SharedValue]) -> Iterator[tuple[_Place, 
         for where, value in values.items():
             if id(value.owner) in held and value.set_on and isinstance(value.owner, _CONTAINERS):
                 yield where, value.joined(read)
+
+
+@contextmanager
+def read_meanwhile(values: Mapping[_Place, SharedValue]) -> Iterator[list[SharedValue]]:
+    """Yield a list that gets, at the end of a block, the values that code which does not run was
+    seen to read in it."""
+    before = [value for value in values.values() if value.is_read_outside]
+    for value in before:
+        value.is_read_outside = False
+    found: list[SharedValue] = []
+    yield found
+    found += [value for value in values.values() if value.is_read_outside]
+    for value in before:
+        value.is_read_outside = True
 
 
 @dataclass

@@ -252,7 +252,8 @@ def _note_code_beside(request: RecordRequest, recorder: Recorder, values: Shared
             recorder.result.changes_unseen |= may_set_by(one.function for one in called)
         _note_late(recorder, values)
     if request.loss_fn is not None:
-        values.runs_beside(request.loss_fn, None, max(recorder.hop, 0))
+        with values.known.beside_loss():
+            values.runs_beside(request.loss_fn, None, max(recorder.hop, 0))
 
 
 def _note_tensors(
@@ -266,6 +267,7 @@ def _note_tensors(
         lambda tensor: version_of(tensor) != versions[id(tensor)][1],
     )
     result, missed = recorder.result, [*values.missed.shared(forward)]
+    result.read_by_loss |= dict.fromkeys(values.tensors.read_by_loss(forward))
     result.shared_changes += [*values.tensors.shared(forward), *missed]
     if not missed:
         by_size = values.missed.shared_by_size(forward)
@@ -344,6 +346,7 @@ def _note_state(
     result.switches = recorder.changes.switches
     result.collects = recorder.outside.collects or values.known.looks_up
     result.unread = set(_unread(model, reads))
+    result.read_by_loss |= known.read_by_loss()
 
 
 def _unread(model: nn.Module, reads: NamesRead) -> Iterator[str]:

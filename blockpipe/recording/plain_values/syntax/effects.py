@@ -6,6 +6,7 @@ for one that changes its arguments would refuse many that only read them.
 
 import ast
 import types
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 
@@ -90,3 +91,14 @@ def changes_given(given_to: ast.expr, function: Any, *, is_first: bool) -> bool:
         return is_first
     is_of_ufunc = name == _OF_UFUNCS and isinstance(given_to, ast.Attribute)
     return is_first and (is_of_ufunc or name in _CHANGES_FIRST)
+
+
+def asked_for_values(nodes: Iterable[ast.AST]) -> Iterator[ast.Name]:
+    """Yield the variables whose values conditions ask for, and not only what they are."""
+    for node in nodes:
+        if isinstance(node, ast.Name):
+            yield node
+        elif isinstance(node, ast.BoolOp | ast.UnaryOp | ast.BinOp) or (
+            isinstance(node, ast.Compare) and not isinstance(node.ops[0], ast.Is | ast.IsNot)
+        ):
+            yield from asked_for_values(ast.iter_child_nodes(node))

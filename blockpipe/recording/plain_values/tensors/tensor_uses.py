@@ -95,6 +95,14 @@ class TensorUses:
                 if hop < 0 and key == CONTENT:
                     self.read_late.append((tensor, back(hop), frame.line))
 
+    def read_by_loss(self, forward: ForwardsTensors) -> Iterator[str]:
+        """Yield the buffers that the forward writes and the loss reads, in words."""
+        for known in forward.merged(self._known.values()):
+            name, info, is_written = forward.told(known.owner)
+            is_written = is_written and isinstance(info, TensorInfo)
+            if is_written and known.key == CONTENT and max(known.read_on, default=-1) >= 0:
+                yield f"{name} ({known.first_read})"
+
     def shared(self, forward: ForwardsTensors) -> Iterator[SharedChange]:
         """Yield the tensors that one hop writes and another one, or its backward, reads.
 
