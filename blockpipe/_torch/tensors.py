@@ -103,6 +103,17 @@ def storage_of(tensor: Tensor) -> int:
     return storage_id(tensor.untyped_storage())
 
 
+def address_of(tensor: Tensor) -> int:
+    """Return where a strided tensor's storage is; 0: nowhere, as of a fake tensor, a meta one, or
+    one of a subclass that wraps others (quantized weights)."""
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:
+        return 0
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return 0
+
+
 def is_ragged(tensor: Tensor) -> bool:
     """Return whether a tensor is a nested one of the strided layout, which has no shape to ask
     for."""

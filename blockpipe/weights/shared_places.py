@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .._torch.modules import buffers_of
+from .._torch.tensors import address_of
 
 _TORCHS = frozenset(vars(nn.Module()))  # attributes of every module
 _UNCHANGING = (
@@ -103,5 +104,5 @@ def _pattern_of(values: list[Any]) -> tuple[tuple[int, int], ...]:
 def _identity(value: Any) -> object:
     if not isinstance(value, Tensor) or value.layout is not torch.strided or is_lazy(value):
         return id(value)
-    memory = value.untyped_storage().data_ptr()  # an array's tensor has a storage of its own
+    memory = address_of(value)  # an array's tensor has a storage of its own
     return ("memory", memory) if memory else id(value)

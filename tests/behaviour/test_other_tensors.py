@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map_only
 
 import blockpipe as bp
 from blockpipe.errors import CrossingError, RecordingError
 
 from ..alike import DEVICE, check_alike
-from ..models import Scripted
+from ..models import Scripted, square
 from ..parameter_sets import every_pair
-from ..stage_devices import equal, stages
+from ..stage_devices import assert_close, equal, stages
 
 B = bp.Block
 ENGINES: list[dict[str, Any]] = [
@@ -280,3 +281,45 @@ def test_a_tensor_that_a_forward_saves_and_loads_has_a_remedy() -> None:
         RecordingError, match=r"; tensors that a forward saves .*weights_only=False"
     ):
         pipe(torch.randn(6, 4))
+
+
+class Quantized(Tensor):
+    """A weight of integers and a scale that wraps two tensors, as torchao's do."""
+
+    @staticmethod
+    def __new__(cls, values: Tensor, scale: Tensor) -> "Quantized":
+        return Tensor._make_wrapper_subclass(cls, values.shape, dtype=scale.dtype)
+
+    def __init__(self, values: Tensor, scale: Tensor) -> None:
+        self.values, self.scale = values, scale
+
+    def __tensor_flatten__(self) -> Any:
+        return ["values", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, *_: Any) -> "Quantized":
+        return Quantized(inner["values"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        if func in (aten.detach.default, aten.clone.default, aten.alias.default):
+            return Quantized(func(args[0].values), func(args[0].scale))
+        given = tree_map_only(cls, lambda t: t.values.float() * t.scale, (args, kwargs or {}))
+        return func(*given[0], **given[1])
+
+
+@pytest.mark.cpu("the subclass of the test has no way to another device")
+def test_a_weight_that_wraps_others_has_no_memory_of_its_own():
+    """Attack 24: its storage was asked for an address."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    weight = Quantized(torch.randint(-5, 5, (8, 8), dtype=torch.int8), torch.tensor(0.1))
+    net[1].weight = nn.Parameter(weight, requires_grad=False)
+    x = torch.randn(8, 8)
+    parts = [square(net(part)) / 4 for part in x.chunk(4)]
+    sum(parts).backward()
+    expected = net[0].weight.grad
+    net.zero_grad()
+    pipe = bp.Pipeline(bp.begin_blocks(net, {"1": 1}), devices=["cpu"] * 2, chunks=4)
+    assert_close(pipe.forward_backward(x, loss_fn=square).loss, sum(parts))
+    assert_close(net[0].weight.grad, expected)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...._torch.modes import without_torch_functions
-from ...._torch.tensors import FakeTensor, extent_of, version_of
+from ...._torch.tensors import address_of, extent_of, version_of
 from ...entries import TensorInfo
 from ..saved_tensors import key_of
 
@@ -53,7 +53,7 @@ class LastingMemory:
         key = key_of(tensor)
         if key is None or id(tensor) in self._tensors.get(key, ()):
             return
-        if key not in self._tensors and (address := _address_of(tensor)):
+        if key not in self._tensors and (address := address_of(tensor)):
             if self._at_address(tensor, address) is not None:
                 return  # memory that is known, as another library shows it
             storage = tensor.untyped_storage()
@@ -83,7 +83,7 @@ class LastingMemory:
         key = self._seen.get(key, key)
         if key in self._tensors:
             return MemoryPart(key, *extent_of(tensor))
-        return self._at_address(tensor, _address_of(tensor))
+        return self._at_address(tensor, address_of(tensor))
 
     def _at_address(self, tensor: Tensor, address: int) -> MemoryPart | None:
         """Return the place of a tensor with a storage of its own, as that of an array of numpy."""
@@ -129,10 +129,3 @@ def _as_seen(tensor: Tensor) -> Tensor:
     """Return a tensor as operations see it: a fake one, in a fake run."""
     with without_torch_functions():
         return tensor.detach()
-
-
-def _address_of(tensor: Tensor) -> int:
-    """Return where a tensor's storage begins; 0 without memory, as that of a fake tensor is."""
-    if isinstance(tensor, FakeTensor) or tensor.is_meta:
-        return 0
-    return tensor.untyped_storage().data_ptr()
