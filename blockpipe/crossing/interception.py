@@ -275,7 +275,7 @@ class CrossingMode(ForwardMode):
         if func in _HOOKS or run.writes.reached_back:
             args = (run.newest(args[0]), *args[1:])
         if func in ABOUT_VALUES and args:
-            check_asked(args[0], run.place, run.step.constants)
+            check_asked(args[0], run.place, max(run.cursor.stage, 0), run.step.constants)
         if func in _LOOKS_AT_GRAPH:
             run.gradients.hooked.add(hop := run.hop_of(args[0]))
             if func is Tensor.retain_grad:

@@ -363,6 +363,7 @@ class GeneratorStates(_SeenCalls):
 
     _functions = (
         ("torch", "set_rng_state", "torch"),
+        ("torch.random", "set_rng_state", "torch"),
         ("random", "seed", "random"),
         ("random", "setstate", "random"),
         ("numpy.random", "seed", "numpy"),

@@ -10,6 +10,8 @@ as one more root gradient, and sums come about in the plain run's order.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -326,19 +328,26 @@ def from_outside(tensor: Tensor, reads: Reads) -> Tensor:
     return tensor
 
 
-def check_asked(tensor: Tensor, place: Place, constants: Constants | None) -> None:
+def check_asked(tensor: Tensor, place: Place, stage: int, constants: Constants | None) -> None:
     """Raise :class:`StateError` for a question about a tensor of another micro-batch of this step,
-    which another stage has left where this micro-batch's own was."""
+    which another stage has left where this micro-batch's own was.
+
+    Args:
+        tensor: the tensor.
+        place: where the run is.
+        stage: the stage whose code asks; the run comes there with its next operation.
+        constants: of the step.
+    """
     tag: Tag | None = getattr(tensor, TAG, None)
     if tag is None or tag.key is place.key:
         return
     own, its = place.key, tag.key  # a recomputation has another key for the same micro-batch
     is_beside = its.step == own.step and its.microbatch != own.microbatch
-    if not is_beside or tag.stage == place.stage:
+    if not is_beside or tag.stage == stage:
         return
     is_table = tag.is_constant(tensor)
     if not is_table or (constants is not None and not constants.asks(tensor, tag.site, its, own)):
-        raise _of_another(tensor, tag, place)
+        raise _of_another(tensor, tag, replace(place, stage=stage))
 
 
 def _of_another(tensor: Tensor, tag: Tag, place: Place) -> StateError:

@@ -12,6 +12,7 @@ import blockpipe as bp
 from blockpipe.crossing.tensors.questions import ABOUT_VALUES, METADATA
 from blockpipe.errors import StateError
 
+from ...alike import check_trains_alike
 from ...models import square
 from ...parity import difference, plain_step
 from ...stage_devices import stages
@@ -147,3 +148,30 @@ def test_which_object_a_tensor_is_may_be_asked() -> None:
 def _steps(pipe: bp.Pipeline) -> None:
     for _ in range(3):  # in the first, lanes take turns
         pipe.forward_backward(torch.randn(16, 4), loss_fn=square)
+
+
+class Carries(nn.Module):
+    """Goes on from the state of the forward before, if that has the size of now."""
+
+    def __init__(self, ask: Callable[[Tensor], Any], stage: int) -> None:
+        super().__init__()
+        self.a, self.b, self.ask, self.on = nn.Linear(4, 4), nn.Linear(4, 4), ask, stage
+        self.state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage, layer in enumerate((self.a, self.b)):
+            with bp.Block(stage=stage):
+                if stage == self.on:
+                    if self.state is None or self.ask(self.state) != self.ask(x):
+                        self.state = torch.zeros_like(x)
+                    x = x + self.state
+                    self.state = x.detach()
+                x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("how", [how for how in ASKS if how != "requires_grad"])
+def test_a_stage_asks_about_its_own_state_before_its_first_operation(how: str, stage: int) -> None:
+    """Attack 24: until then the run was on no stage, or on the one before, and was refused."""
+    check_trains_alike(Carries(ASKS[how], stage))
