@@ -17,6 +17,7 @@ from ..recording.entries import OutsideTensor, TensorInfo
 from ..recording.plain_values.still_code import uses_state
 from ..recording.recording import Recording
 from ..schedules.builders import ScheduleOption
+from .watched.sorts import sort_of
 
 
 def check_shared_state(recording: Recording, schedule: ScheduleOption) -> None:
@@ -69,6 +70,8 @@ def check_shared_memory(model: nn.Module, recording: Recording, schedule: Schedu
         )
 
 
+_MOST_SORTS = 16  # of one function's code
+
 Info = TensorInfo | OutsideTensor
 _Place = tuple[int, int, Info]  # its first address, the one after its last, and what is there
 
@@ -111,12 +114,19 @@ class CodeKinds:
 
     def __init__(self) -> None:
         self._uses_state: dict[Any, bool] = {}  # by kind
+        self._sorts: dict[Any, set[Any]] = {}  # by the kind of its code
 
     def known_by(self, function: Callable[..., Any] | None) -> Any:
         """Return what a function is known by; ``None`` for one that shares nothing."""
-        kind = kind_of(function)
+        if function is None:
+            return None
+        kind = code = kind_of(function)
+        sorts = self._sorts.setdefault(code, set())
+        if len(sorts) < _MOST_SORTS:  # one with more has something else in each step
+            sorts.add(sort := sort_of(function))
+            kind = code, sort
         if kind not in self._uses_state:
-            self._uses_state[kind] = function is not None and uses_state(function)
+            self._uses_state[kind] = uses_state(function)
         return kind if self._uses_state[kind] else None
 
 

@@ -22,6 +22,7 @@ from ..._common.modules import StandIn, named_slots
 from ..._torch.graph import custom_backward_of, gradient_hooks, stepping_hooks
 from ..._torch.modules import (
     backward_hooks_of,
+    children_of,
     forward_hooks_of,
     forward_pre_hooks_of,
     parameters_of,
@@ -79,7 +80,7 @@ class StillFrame:
         self.f_locals = {name: value for name, value in known.items() if value is not UNKNOWN}
         frame = Frame(self, {}, None)  # type: ignore[arg-type]
         for name, expression in assignments_of(code):
-            value = _or_unknown(frame.evaluated, expression)
+            value = _or_unknown(frame.bound, expression)
             if value is not UNKNOWN and self.f_locals.get(name) is None:  # the first that is known
                 self.f_locals[name] = value
 
@@ -314,7 +315,8 @@ def _called_by(still: StillFrame) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """Yield what a function calls, with its first arguments, and the functions that it hands on."""
     frame = Frame(still, {}, None)  # type: ignore[arg-type]
     for call in calls_of(still.f_code):
-        yield _or_unknown(frame.bound, call.func), tuple(_first_of(call.args, frame))
+        arguments = tuple(_first_of(call.args, frame))
+        yield from ((function, arguments) for function in _chosen_by(call.func, frame))
         for node in (*call.args, *(keyword.value for keyword in call.keywords)):
             if isinstance(handed_on := _or_unknown(frame.bound, node), _FUNCTIONS):
                 yield handed_on, ()
@@ -333,6 +335,20 @@ def _called_by(still: StillFrame) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     for context in contexts_of(still.f_code):
         value = _or_unknown(frame.evaluated, context)
         yield from ((method, (value,)) for method in called_by_with(value))
+
+
+def _chosen_by(node: ast.expr, frame: Frame) -> Iterator[Any]:
+    """Yield the function that an expression is, or all that a number may choose among: it may be
+    another one in the next step."""
+    yield _or_unknown(frame.bound, node)
+    if isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Constant):
+        written = getattr(node.value, "values", getattr(node.value, "elts", ()))  # {"l1": self.l1}
+        yield from (_or_unknown(frame.bound, one) for one in written)
+        table = _or_unknown(frame.evaluated, node.value)
+        if isinstance(table, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            table = children_of(table)
+        if isinstance(table, list | tuple | dict):
+            yield from _some(table.values() if isinstance(table, dict) else table)
 
 
 def _first_of(nodes: Iterable[ast.expr], frame: Frame) -> Iterator[Any]:

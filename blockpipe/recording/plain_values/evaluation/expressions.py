@@ -43,7 +43,9 @@ _WALKS = frozenset(
     ]
 )
 _CALLS_FORWARDS = (nn.Module.__module__, f"{__name__.partition('.')[0]}.")
+_MEMBERS = ("keys", "values", "items")
 _WALKERS = [vars(nn.Module)[name] for name in _WALKS]
+_WALKERS += [vars(nn.ModuleDict)[name] for name in _MEMBERS]
 _NO_STATE = (
     *(types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
     *(types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType),
@@ -123,6 +125,11 @@ class Frame:
 
     def bound(self, node: ast.expr) -> Any:
         """The value of an expression; a function of a class comes as the method that it is."""
+        match node:
+            case ast.Call(func=ast.Name("getattr"), args=[held, asked, *_]):
+                name = self.evaluated(asked)
+                if isinstance(name, str):
+                    node = ast.Attribute(held, name)
         if not isinstance(node, ast.Attribute):
             return self.evaluated(node)
         found, owner = self._of_super(node)
@@ -328,8 +335,10 @@ def members_of(frame: Frame, node: ast.expr) -> Any:
     other than a module's own."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args:
         owner, name = frame.evaluated(node.func.value), node.func.attr
-        if type(owner) in (dict, defaultdict, OrderedDict) and name in ("keys", "values", "items"):
+        if type(owner) in (dict, defaultdict, OrderedDict) and name in _MEMBERS:
             return [*getattr(dict, name)(owner)]
+        if isinstance(owner, nn.ModuleDict) and name in _MEMBERS:
+            return [*getattr(dict, name)(children_of(owner))]
         if isinstance(owner, nn.Module) and name in _WALKS:
             is_torchs = getattr(type(owner), name) is getattr(nn.Module, name)
             return [*getattr(owner, name)()] if is_torchs else UNKNOWN
@@ -351,6 +360,8 @@ def members_of(frame: Frame, node: ast.expr) -> Any:
     value = frame.evaluated(node)
     if isinstance(value, nn.ModuleList | nn.Sequential):
         return [*children_of(value).values()]
+    if isinstance(value, nn.ModuleDict):
+        return [*children_of(value)]
     return [*value] if type(value) in (list, tuple, deque, dict, set, frozenset) else UNKNOWN
 
 
