@@ -80,6 +80,11 @@ stepping_hooks: Callable[[Tensor], dict[int, Any] | None] = attrgetter(
 run that must not step has to take them off, and only their handles could, which are the user's."""
 
 
+def hooks_of_leaf(leaf: Tensor) -> list[Callable[..., Any]]:
+    """Return the hooks in a leaf, of both kinds."""
+    return [*(gradient_hooks(leaf) or {}).values(), *(stepping_hooks(leaf) or {}).values()]
+
+
 def is_hooked(leaf: Tensor, node: Node) -> bool:
     """Return whether a leaf has hooks, or the node that adds up its gradient has. Those of a node
     are found beside one more, which is taken off again."""

@@ -337,7 +337,7 @@ class Preparer:
         steered = self._watched_values.known_by()
         modes = fingerprint.modes(), fingerprint.asked()
         around = saved_tensor_hooks() or (None, None)  # what saved tensors go through
-        beside = *map(self._beside.known_by, (loss_fn, *around)), *map(type, users_modes())
+        beside = self._beside.known(loss_fn, *around), self._beside.sorts(users_modes())
         found = steered, modes, beside, torch.is_grad_enabled(), len(batch.args), names, shape
         holds = self._watched_values.holds
         fits = [known for known in reversed(self.known) if known[0] == found and holds(known[1])]

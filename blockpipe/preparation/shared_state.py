@@ -2,7 +2,7 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -116,18 +116,30 @@ class CodeKinds:
         self._uses_state: dict[Any, bool] = {}  # by kind
         self._sorts: dict[Any, set[Any]] = {}  # by the kind of its code
 
-    def known_by(self, function: Callable[..., Any] | None) -> Any:
-        """Return what a function is known by; ``None`` for one that shares nothing."""
-        if function is None:
-            return None
-        kind = code = kind_of(function)
-        sorts = self._sorts.setdefault(code, set())
-        if len(sorts) < _MOST_SORTS:  # one with more has something else in each step
-            sorts.add(sort := sort_of(function))
-            kind = code, sort
+    def known(self, *functions: Callable[..., Any] | None) -> tuple[Any, ...]:
+        """Return what each function is known by; ``None`` for one that shares nothing."""
+        return tuple(
+            None if function is None else self._known_by(function) for function in functions
+        )
+
+    def sorts(self, objects: Iterable[Any]) -> tuple[Any, ...]:
+        """Return the sorts of objects whose code runs in the forward, such as the user's modes."""
+        return tuple(map(self._sort_of, objects))
+
+    def _known_by(self, function: Callable[..., Any]) -> Any:
+        kind = kind_of(function), self._sort_of(function)
         if kind not in self._uses_state:
             self._uses_state[kind] = uses_state(function)
         return kind if self._uses_state[kind] else None
+
+    def _sort_of(self, held: Any) -> Any:
+        """Return the sort of an object; one that has something else in each step has none any
+        more."""
+        sorts = self._sorts.setdefault(kind_of(held), set())
+        if len(sorts) >= _MOST_SORTS:
+            return None
+        sorts.add(sort := sort_of(held))
+        return sort
 
 
 def shared_by_copies(recordings: Sequence[Recording]) -> str | None:

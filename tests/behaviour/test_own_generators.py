@@ -279,3 +279,28 @@ class Masks(nn.Module):
 def test_stages_that_seed_a_generator_and_set_it_back_take_turns(kind: str):
     """Attack 24: the state was the same in the end, so that nobody saw that they drew."""
     check_trains_alike(Masks(kind))
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_loss_that_draws_from_the_generator_of_another_stage_is_refused(stage: int):
+    """Attack 25: with ``random.Random`` it was; a ``torch.Generator`` was drawn from in an order
+    that timing gave."""
+
+    def noisy(net: Net, h: torch.Tensor) -> torch.Tensor:
+        return h + torch.rand(4, generator=net.torchs).to(h.device)
+
+    def plain(net: Net, h: torch.Tensor) -> torch.Tensor:
+        return h
+
+    net = Net(*((noisy, plain) if stage == 0 else (plain, noisy)))
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2)
+
+    def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return mse_loss(out + torch.rand(4, generator=net.torchs).to(out.device), y)
+
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    if stage == 0:
+        with pytest.raises(StateError, match="a torch.Generator on hops"):
+            pipe.forward_backward(x, target=y, loss_fn=loss)
+    else:
+        pipe.forward_backward(x, target=y, loss_fn=loss)

@@ -6,6 +6,7 @@ text. Numbers, tensors and how many there are in a container do not count, for t
 each step.
 """
 
+import contextlib
 import functools
 import types
 from collections.abc import Iterator
@@ -97,10 +98,25 @@ def _names(code: Any) -> tuple[str, ...]:
 @functools.lru_cache(1_000)
 def _names_of(kind: Any) -> tuple[str, ...]:
     codes = (
-        member.__code__
+        function.__code__
         for base in kind.__mro__
         if is_users(base.__module__)
         for member in vars(base).values()
-        if isinstance(member, types.FunctionType)
+        for function in _functions_of(member)
     )
     return tuple(sorted({"forward"}.union(*map(_names, codes))))
+
+
+def _functions_of(member: Any) -> Iterator[types.FunctionType]:
+    """Yield the functions behind a member of a class, also those that a decorator is around."""
+    if isinstance(member, property):
+        yield from (
+            one for one in (member.fget, member.fset) if isinstance(one, types.FunctionType)
+        )
+    member = getattr(member, "__func__", member)
+    if isinstance(member, types.FunctionType):
+        yield member
+        for cell in member.__closure__ or ():
+            with contextlib.suppress(ValueError):  # it is not set yet
+                if isinstance(inner := cell.cell_contents, types.FunctionType):
+                    yield inner

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from ..._common.libraries import has_users_code, is_users
 from ..._common.modules import STATE
+from ..._torch.graph import hooks_of_leaf
 from ..._torch.modules import COMPILED_CALL, buffers_of
 from ...restoring.held_signals import RestoredWhole
 from ...restoring.holders import (
@@ -194,6 +195,8 @@ class WatchedValues:
         self._torchs -= {id(buffers_of(module)) for module in users}
         self._forget()
         self._take(holders_read(self._model))
+        on_parameters = [h for p in self._model.parameters() for h in hooks_of_leaf(p)]
+        self._take(ModelState(values=False, contents=False, others=on_parameters).holders)
         self._values = self._reads.now()
         self._is_whole = True
 

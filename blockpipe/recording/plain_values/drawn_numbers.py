@@ -90,20 +90,21 @@ class DrawnNumbers:
             self._told.append((generator_id(generator), node.attr, hop, frame.line))
 
     def note(self, frames: Iterable[StillFrame], hop: int) -> None:
-        """Note what a function draws, if a backward calls it.
+        """Note what a function draws, if a backward calls it; of the loss, what it draws from a
+        generator of the user's: a forward and its loss have streams of the process's.
 
         Args:
             frames: the function, and what it calls.
             hop: the hop that it is on, or the number of that hop's backward.
         """
-        frames = [*frames] if hop < 0 else []  # a forward has its own streams
+        frames = [*frames]
         sets_state = any(not _SETTERS.isdisjoint(still.f_code.co_names) for still in frames)
         for still in frames:
             frame = Frame(still, {}, None)  # type: ignore[arg-type]
             for call in calls_of(still.f_code):
                 source = _source_of(call, frame)
-                if source is not None:
-                    is_users = isinstance(source, torch.Generator)
+                is_users = isinstance(source, torch.Generator)
+                if is_users or (source is not None and hop < 0):
                     key = generator_id(source) if is_users else source
                     known = self._known.setdefault(key, SharedValue(source, None))
                     line = f"{still.f_code.co_filename}:{call.lineno}"

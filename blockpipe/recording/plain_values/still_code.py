@@ -11,7 +11,7 @@ import functools
 import inspect
 import itertools
 import types
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -45,6 +45,7 @@ from .syntax.unknown_owners import Origins, begins_with_lasting, is_made, read_b
 from .syntax.uses import Use
 
 _MOST_CALLS = 50  # of one hook, and of what that calls: a guess
+_MADE: Any = types.SimpleNamespace()  # an object that code makes there, which may lead anywhere
 _MOST_TURNS = 32  # of one loop: a guess
 _MOST_FRAMES = 200  # of one function, in the turns of all its loops together: a guess
 _NUMBERS = (bool, int, float, str, type(None))
@@ -263,6 +264,8 @@ def _behind(called: Any, arguments: tuple[Any, ...]) -> Iterator[tuple[Any, tupl
         if isinstance(called, nn.Module):
             hooks = forward_pre_hooks_of(called), forward_hooks_of(called)
             yield from ((hook, (called,)) for of in hooks for hook in of.values())
+            if not is_users(type(called).__module__):  # a library's code calls what is inside
+                yield from ((child, ()) for child in children_of(called).values())
     elif isinstance(called, staticmethod):
         yield called.__func__, arguments
     elif isinstance(called, _CACHES):
@@ -330,11 +333,24 @@ def _called_by(still: StillFrame) -> Iterator[tuple[Any, tuple[Any, ...]]]:
                 is_known = found is not UNKNOWN
                 yield from called_by_name(owner, found, is_known=is_known)
         if access.use is Use.READ and not access.calls:
-            value = _or_unknown(frame.evaluated, access.node)
+            value = _or_unknown(frame.bound, access.node)
             yield from ((method, (value,)) for method in protocols_of(value))
+            yield from ((function, ()) for function in _functions_in(value))
     for context in contexts_of(still.f_code):
         value = _or_unknown(frame.evaluated, context)
         yield from ((method, (value,)) for method in called_by_with(value))
+        if value is UNKNOWN and isinstance(context, ast.Call):
+            made = _or_unknown(frame.evaluated, context.func)
+            yield from ((method, (_MADE,)) for method in called_by_with(made))
+
+
+def _functions_in(value: Any) -> Iterator[Any]:
+    """Yield the functions that code which reads a value may call later: ``call = self.scale``."""
+    members = value.values() if type(value) in (dict, OrderedDict, defaultdict) else value
+    is_container = members is not value or type(value) in (list, tuple, deque)
+    yield from (
+        m for m in (_some(members) if is_container else [value]) if isinstance(m, _FUNCTIONS)
+    )
 
 
 def _chosen_by(node: ast.expr, frame: Frame) -> Iterator[Any]:

@@ -1,12 +1,16 @@
 """Losses that begin, between steps, to read what the forward sets."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import mse_loss
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import blockpipe as bp
 from blockpipe.errors import StateError
@@ -165,3 +169,67 @@ def test_a_loss_with_something_else_in_each_step_is_recorded_seldom():
         pipe.forward_backward(torch.randn(4, 4), target=torch.randn(4, 4), loss_fn=loss)
         seen.add(id(pipe.recording))
     assert len(seen) <= 20
+
+
+class Around:
+    """Scales a gradient, or what is saved, by the number, from when it is given the model."""
+
+    net: Measures | None = None
+
+    def __call__(self, value: Tensor) -> Tensor:
+        return value if self.net is None else value * self.net.mean
+
+
+class Functions(Around, TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        return self(result) if func is torch.nn.functional.linear else result
+
+
+class Operations(Around, TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        return self(result) if func is torch.ops.aten.addmm.default else result
+
+
+def _on_parameter(net: Measures, around: Around) -> Any:
+    net.a.weight.register_hook(around)
+    return nullcontext()
+
+
+def _closed_over(net: Measures, around: Around) -> Any:
+    net.a.weight.register_hook(lambda gradient: around(gradient))
+    return nullcontext()
+
+
+def _around_saved(net: Measures, around: Around) -> Any:
+    return saved_tensors_hooks(lambda saved: saved, around.__call__)
+
+
+PLACES: dict[str, tuple[type[Around], Callable[[Measures, Any], Any]]] = {
+    "parameter": (Around, _on_parameter),
+    "closure": (Around, _closed_over),
+    "saved": (Around, _around_saved),
+    "function mode": (Functions, lambda net, around: around),
+    "dispatch mode": (Operations, lambda net, around: around),
+}
+
+
+@pytest.mark.parametrize("begins", [0, 2])
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_around_a_step_may_begin_to_read(place: str, begins: int):
+    """Attack 25: hooks on parameters, and modes, were looked at once as well."""
+    kind, enter = PLACES[place]
+    net, around = Measures(), kind()
+    context, x = enter(net, around), torch.randn(8, 4)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+
+    def steps() -> None:
+        for step in range(3):
+            if step == begins:
+                around.net = net
+            with context:
+                pipe.forward_backward(x, loss_fn=torch.sum)
+
+    with pytest.raises(StateError, match="changes attribute 'mean' of the model"):
+        steps()

@@ -57,9 +57,14 @@ def is_read_by_syntax(value: Any) -> bool:
 
 
 def called_by_with(value: Any) -> Iterator[Callable[..., Any]]:
-    """Yield the methods of the user's class that a ``with`` statement calls."""
+    """Yield the methods of the user's class that a ``with`` statement calls.
+
+    Args:
+        value: the context manager, or its class.
+    """
+    kind = value if isinstance(value, type) else type(value)
     for name in ("__enter__", "__exit__", "__aenter__", "__aexit__"):
-        yield from _users(type(value), name)
+        yield from _users(kind, name)
 
 
 def called_by_name(
@@ -75,6 +80,8 @@ def called_by_name(
     """
     if isinstance(found, functools.cached_property):
         yield found.func, (owner,)
+    elif isinstance(found, functools.singledispatchmethod):
+        yield from ((each, (owner,)) for each in found.dispatcher.registry.values())
     elif is_descriptor(found):
         for method in _users(type(found), "__get__"):
             yield method, (found, owner)
