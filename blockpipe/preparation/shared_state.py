@@ -14,6 +14,7 @@ from ..batches.losses import kind_of
 from ..errors import StateError
 from ..recording.calls import Call
 from ..recording.entries import OutsideTensor, TensorInfo
+from ..recording.outside.code_beside import changes_others
 from ..recording.plain_values.still_code import uses_state
 from ..recording.recording import Recording
 from ..schedules.builders import ScheduleOption
@@ -129,7 +130,7 @@ class CodeKinds:
     def _known_by(self, function: Callable[..., Any]) -> Any:
         kind = kind_of(function), self._sort_of(function)
         if kind not in self._uses_state:
-            self._uses_state[kind] = uses_state(function)
+            self._uses_state[kind] = uses_state(function) or changes_others(function)
         return kind if self._uses_state[kind] else None
 
     def _sort_of(self, held: Any) -> Any:

@@ -20,6 +20,7 @@ from .plain_values.evaluation.members import ALL
 from .plain_values.values import SharedValue
 from .reads import libraries_code_reads
 
+_UNDO = ("__exit__", "remove")  # a context manager's end, and a hook's
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -41,10 +42,13 @@ class LibraryReads:
             if isinstance(owner, nn.Module) and key not in registered
         }
         self._ran: dict[tuple[int, int], str] = {}  # by the id of such a module and the hop
+        self.before_undone: Callable[[], None] = lambda: None  # called when a change may end
 
     def runs(self, frame: types.FrameType, hop: Callable[[], int]) -> None:
         """Note that a library's function begins to run."""
         code = frame.f_code
+        if code.co_name in _UNDO:
+            self.before_undone()
         is_method = bool(self._hidden) and code.co_argcount and code.co_varnames[0] == "self"
         if is_method and not code.co_name.startswith("__"):  # to set an attribute is not to read it
             itself = id(frame.f_locals.get("self"))

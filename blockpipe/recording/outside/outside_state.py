@@ -167,6 +167,7 @@ class OutsideState:
         change = self._changes.get((id(owner), key))
         if change is None:
             is_shared = id(owner) in self._shared or isinstance(holder, _NAMED)
+            is_shared = is_shared or owner is os.environ
             name, path = self._named(holder, key), self._paths.get(id(owner))
             change = self._changes[id(owner), key] = _Change(
                 *(name, path, is_shared, then, then),

@@ -38,6 +38,7 @@ from ...crossing.tags import TAG, UNCUT, GraphEntry
 from ...crossing.torch_patches import Replacement
 from ...errors import CrossingError
 from ..entries import SharedChange
+from ..outside.code_beside import CodeBeside
 from ..plain_values.still_code import frames_of
 from ..reads import mentioned
 from ..recording import Recording
@@ -71,7 +72,10 @@ class BackwardCode:
         around: the hooks on saved tensors that were on around the forward; ``None``: none were.
         operators: the functions of the user's operators, each with a hop in whose forward it is
             called: on fake tensors they do not run either.
+        beside: what these functions, and the loss, change for a while.
     """
+
+    beside: CodeBeside
 
     def __init__(self) -> None:
         self.called: list[CalledInBackward] = []

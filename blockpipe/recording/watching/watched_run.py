@@ -26,7 +26,9 @@ from ...crossing.torch_patches import Eager, GeneratorStates, SettingsSet
 from ...crossing.user_checkpoints import intercepting
 from ...restoring.holders import Holder, container_of
 from ...stages.cursor import set_cursor
+from ..calls import hops_by_path
 from ..entries import Hop, Output, SharedChange
+from ..outside.code_beside import CodeBeside
 from ..outside.compared_members import TORCHS
 from ..outside.outside_state import OutsideState
 from ..plain_values.evaluation.index_uses import IndexUses
@@ -128,6 +130,12 @@ def _watching_values(
     values.on_read = ReadBeside(recorder.key, here[0], recorder.calls.with_arguments).found
     values.indices = IndexUses(request.on_index)
     values.missed.lasts = recorder.outlives
+
+    def look() -> None:
+        recorder.look_outside()
+        recorder.changes.at_operation(recorder.hop_here())
+
+    values.known.libraries.before_undone = look
     return values
 
 
@@ -149,6 +157,7 @@ def _watching(request: RecordRequest, result: Recording, holders: list[Holder]) 
     recorder.late = LateBackwards(recorder.held, memory, reads, *told)
     activations.on_saved = reads.saved if graphs.differentiable else None
     recorder.changes, recorder.outside = SharedChanges(model), OutsideState(holders, modules)
+    recorder.backward_code.beside = CodeBeside(modules)
     recorder.users = {p for p, module in modules.items() if is_users(type(module).__module__)}
     result.unhookable = sorted(request.unhookable)
     return recorder
@@ -241,6 +250,7 @@ def _note_code_beside(request: RecordRequest, recorder: Recorder, values: Shared
         lasting = {id(one.function) for one in request.hooks}
         for function, given, hop in called:
             values.runs_beside(function, given, back(hop), lasts=id(function) in lasting)
+            recorder.backward_code.beside.note(function, given, hop)
             for tensor in tensors_bound_to(function):
                 recorder.late.reads.in_code(tensor, hop, recorder.result.hops[hop].where)
         if recorder.backward_code.around is not None:
@@ -254,6 +264,7 @@ def _note_code_beside(request: RecordRequest, recorder: Recorder, values: Shared
     if request.loss_fn is not None:
         with values.known.beside_loss():
             values.runs_beside(request.loss_fn, None, max(recorder.hop, 0))
+        recorder.backward_code.beside.note(request.loss_fn, None, max(recorder.hop, 0))
 
 
 def _note_tensors(
@@ -334,6 +345,7 @@ def _note_state(
         *recorder.changes.found(result, recorder.held, reads, read_on),
         *recorder.outside.found(result, reads, read_on, partial(traced_on, known)),
         *recorder.outside_tensors.shared(),
+        *recorder.backward_code.beside.shared(len(result.hops), hops_by_path(result.calls)),
         *known.found(reads, result, recorder.held),
         *recorder.backward_code.read_by_libraries(model, result),
     ]
