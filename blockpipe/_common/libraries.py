@@ -83,11 +83,10 @@ def _users_in(value: Any, module: str, packages: Container[str]) -> Iterator[Any
         if value.__module__ == module:
             yield from _users_among(vars(value))
     elif kind.__module__.partition(".")[0] in packages:
-        held = value if isinstance(value, dict | list) else ()
-        for names in (getattr(value, "__dict__", {}), vars(kind), {"itself": held}):
-            for member in [*names.values()]:
-                if isinstance(member, dict | list):
-                    yield from _users_among(member)
+        attributes = [*getattr(value, "__dict__", {}).values(), *vars(kind).values()]
+        for member in (value, *attributes):
+            if isinstance(member, dict | list):
+                yield from _users_among(member)
 
 
 def _users_among(container: Any) -> Iterator[Any]:

@@ -24,18 +24,23 @@ from .tags import GraphEntry
 _STANDS_FOR = "_blockpipe_stands_for"  # of a replacement: the original
 
 
-class Eager(ProcessChange):
+class _OnlyOne(ProcessChange):
+    """A change of what is there once: each class has one object."""
+
+    _only: ClassVar[Any] = None  # of its class
+
+    def __new__(cls, *args: Any) -> Self:
+        if cls._only is None:
+            cls._only = super().__new__(cls)
+        return cast(Self, cls._only)
+
+
+class Eager(_OnlyOne):
     """The compiler's stance by which compiled modules run as they were written, so that their marks
     and reads are seen. It is every thread's: two that each set it back to what they found, one in
     the middle of the other, would leave it for good."""
 
-    _only: ClassVar[Any] = None
     _before: Any = None  # sets back what it was
-
-    def __new__(cls) -> Self:
-        if cls._only is None:
-            cls._only = super().__new__(cls)
-        return cast(Self, cls._only)
 
     def put_on(self) -> None:
         """Set the stance."""
@@ -48,20 +53,20 @@ class Eager(ProcessChange):
             before.__exit__(None, None, None)
 
 
-class Replacement(ProcessChange):
+class Replacement(_OnlyOne):
     """A replacement of something of torch's, in place while any number of threads have it
     entered."""
 
     owner: Any
     name: str
-    _only: ClassVar[Any] = None  # of its class: what it replaces is there once
     _original: Any  # as it is, unbound
 
     def __new__(cls, *args: Any) -> Self:
-        if cls._only is None:
-            cls._only = super().__new__(cls)
-            cls._only._original = _as_it_is(cls.owner, cls.name)
-        return cast(Self, cls._only)
+        is_first = cls._only is None
+        only = super().__new__(cls, *args)
+        if is_first:
+            only._original = _as_it_is(cls.owner, cls.name)
+        return only
 
     def replacement(self) -> Any:
         """Return what stands there meanwhile."""
@@ -310,17 +315,11 @@ class AsWritten(Replacement):
         return choose
 
 
-class _SeenCalls(ProcessChange):
+class _SeenCalls(_OnlyOne):
     """Replacements by which it is noticed that functions of some modules are called."""
 
-    _only: ClassVar[Any] = None  # of its class
     _functions: ClassVar[tuple[tuple[str, str, str], ...]]  # their modules and names, with a kind
     _put: tuple[tuple[Any, str, Any, Any], ...] = ()  # owners and names, originals, replacements
-
-    def __new__(cls) -> Self:
-        if cls._only is None:
-            cls._only = super().__new__(cls)
-        return cast(Self, cls._only)
 
     def put_on(self) -> None:
         """Replace those of imported modules."""

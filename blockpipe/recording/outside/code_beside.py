@@ -19,10 +19,10 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.modules import module as hooks_of_all
 from torch.nn.utils import stateless
 
-from ..._torch.modules import children_of
 from ...crossing.torch_patches import original_of
 from ..entries import SharedChange
 from ..plain_values.evaluation.expressions import Frame
+from ..plain_values.places import within
 from ..plain_values.still_code import frames_of
 from ..plain_values.syntax.accesses import calls_of
 
@@ -107,15 +107,8 @@ class CodeBeside:
         for what, module, where, hop in self._found:
             seen = set(range(hops))
             if module is not None:
-                paths = [self._paths[id(m)] for m in _within(module) if id(m) in self._paths]
+                paths = [self._paths[id(m)] for m in within(module) if id(m) in self._paths]
                 seen = {one for path in paths for one in on.get(path, ())} | {hop}
             if seen - {hop}:
                 name = f"what {what}() sets, in a loss or a hook"
                 yield SharedChange(name, _WHILE, sorted(seen), where, _AROUND)
-
-
-def _within(module: nn.Module) -> Iterator[nn.Module]:
-    yield module
-    for child in children_of(module).values():
-        if child is not None:
-            yield from _within(child)
