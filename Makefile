@@ -37,7 +37,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal --hypothesis-seed=$(S
 ONE_IN ?= 1
 TURN ?= 0
 
-# Of a test with many parameter sets: so many, others at each commit; 0 runs all, as CI does.
+# Of a test with many parameter sets: so many, others at each commit; 0 runs all.
 PARAMETERS ?= 8
 
 # All that is not slow; test-devices has the simulated accelerator.
