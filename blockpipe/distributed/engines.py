@@ -128,7 +128,7 @@ class Engines:
             self._engines[key] = Engine(
                 cut, name, len(part), self._group, self._loss_fn, self._progress
             )
-        beside = key[0], self._beside.known(loss_fn)
+        beside = key[0], *self._beside.known(loss_fn)
         if beside[1] is not None and beside not in self._checked:
             assert loss_fn is not None
             self._cut(part[0]).check_loss(part[0], loss_fn)
