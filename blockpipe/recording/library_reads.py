@@ -10,6 +10,7 @@ import functools
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -44,13 +45,16 @@ class LibraryReads:
         self._ran: dict[tuple[int, int], str] = {}  # by the id of such a module and the hop
         self.before_undone: Callable[[], None] = lambda: None  # called when a change may end
 
-    def runs(self, frame: types.FrameType, hop: Callable[[], int]) -> None:
-        """Note that a library's function begins to run."""
+    def asks(self, code: types.CodeType) -> bool:
+        """Return whether :meth:`runs` is to be told of a library's function: most are run often."""
+        return code.co_name in _UNDO or (bool(self._hidden) and _is_method(code))
+
+    def runs(self, frame: types.FrameType, hop: Callable[[], int]) -> Any:
+        """Note that such a function begins to run."""
         code = frame.f_code
         if code.co_name in _UNDO:
             self.before_undone()
-        is_method = bool(self._hidden) and code.co_argcount and code.co_varnames[0] == "self"
-        if is_method and not code.co_name.startswith("__"):  # to set an attribute is not to read it
+        if self._hidden and _is_method(code):
             itself = id(frame.f_locals.get("self"))
             if itself in self._hidden:
                 self._ran.setdefault((itself, hop()), users_line())
@@ -95,3 +99,8 @@ class LibraryReads:
                 if not isinstance(value, _PLAIN):
                     found[id(value)].append(module)
         return found
+
+
+def _is_method(code: types.CodeType) -> bool:
+    """Return whether a function may read its object; to set an attribute is not to read it."""
+    return code.co_varnames[:1] == ("self",) and not code.co_name.startswith("__")

@@ -116,8 +116,8 @@ class SharedValues:
         self.on_read: Callable[[Any, Any, types.FrameType, bool], None] = lambda *found: None
         users = [f for same in self._functions.values() for f in same if has_users_code(f)]
         # To trace takes about as long as the recording of a small model.
-        changes = any(may_set(f.__code__) or may_write(f.__code__) for f in users)
-        self.traces = traces or self.draws.has_own(users) or changes
+        self.traces = traces or self.draws.has_own(users)
+        self.traces |= any(may_set(f.__code__) or may_write(f.__code__) for f in users)
         self._replaces_all = any(not {*names_in(f.__code__)}.isdisjoint(WHOLE) for f in users)
         self.known = KnownValues(names, LibraryReads(holders, modules), fake=fake)
         itself: Any = weakref.proxy(self)  # a cycle would keep tensors of the frames
@@ -131,12 +131,11 @@ class SharedValues:
         self._stays: Effect | None = None  # the first that cannot be put back
         self._kinds = [(path, module, type(module)) for path, module in modules.items()]
         self._pending = PendingWrites(self.known, fake=fake)
-        note = partial(SharedValues._note_all, itself, over=True)
+        note, still = partial(SharedValues._note_all, itself, over=True), SharedValues._note_still
         self.missed = MissedTensors(self.known)
-        beside = note, partial(SharedValues._note_still, itself), self.missed
+        beside = note, partial(still, itself), self.missed
         self._branches = MissedBranches(self.known, self.sizes, *beside, fake=fake)
-        self._checkpoints = CheckpointedFrames()
-        self._collecting = CollectingGarbage()
+        self._checkpoints, self._collecting = CheckpointedFrames(), CollectingGarbage()
         self._still: ApartRun | None = None  # code that is looked at, and does not run
         self._all_lasts = False  # see runs_beside
 
@@ -167,10 +166,12 @@ class SharedValues:
         code = frame.f_code
         if id(code) not in self._codes:
             is_traced = is_users(frame.f_globals.get("__name__"))
-            self._codes[id(code)] = code, accesses_of(code) if is_traced else None
-        if self._codes[id(code)][1] is None or self._collecting.now:
-            self.known.libraries.runs(frame, self._hop)
+            of_library = self.known.libraries.asks(code) or None
+            self._codes[id(code)] = code, accesses_of(code) if is_traced else of_library
+        if (accesses := self._codes[id(code)][1]) is None or self._collecting.now:
             return None
+        if accesses is True:
+            return self.known.libraries.runs(frame, self._hop)
         frame.f_trace = self._ran  # before the next line, which has no effect on 3.13.0 otherwise
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         self._hops.setdefault(id(frame), {-1: self._hop()})
