@@ -105,13 +105,15 @@ def storage_of(tensor: Tensor) -> int:
 
 def address_of(tensor: Tensor) -> int:
     """Return where a strided tensor's storage is; 0: nowhere, as of a fake tensor, a meta one, or
-    one of a subclass that wraps others (quantized weights)."""
-    if isinstance(tensor, FakeTensor) or tensor.is_meta:
+    one of a subclass that may wrap others (quantized weights).
+
+    Raises:
+        RuntimeError: it has no memory, as what another library has made of a fake tensor.
+    """
+    is_plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    if not is_plain or tensor.is_meta:
         return 0
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except RuntimeError:
-        return 0
+    return tensor.untyped_storage().data_ptr()
 
 
 def is_ragged(tensor: Tensor) -> bool:
