@@ -85,6 +85,10 @@ class StillFrame:
             if value is not UNKNOWN and self.f_locals.get(name) is None:  # the first that is known
                 self.f_locals[name] = value
 
+    def named(self) -> tuple[object, ...]:
+        """What its names stand for, by identity: equal for two frames that say the same."""
+        return id(self.f_code), *sorted((name, id(value)) for name, value in self.f_locals.items())
+
     def inner(self) -> Iterator[StillFrame]:
         """Yield the functions that are written inside of this one, comprehensions too."""
         for code in self.f_code.co_consts:
@@ -242,15 +246,17 @@ def frames_of(function: Callable[..., Any], given: object = None) -> Iterator[St
 
 def _with_inner(first: StillFrame) -> Iterator[StillFrame]:
     """Yield a function, its turns, and the functions inside of it. Loops that follow each other
-    multiply, so that there is a limit for all of them, and single turns come first."""
-    frames, made = deque([first]), 1
+    multiply, so that there is a limit for all of them, and single turns come first; a turn in which
+    each name is what it was before is left out."""
+    frames, kept = deque([first]), {first.named(): first}  # which keep what is named
     while frames:
         still = frames.popleft()
         yield still
-        more = itertools.chain(still.inner(), still.turns())
-        found = [*itertools.islice(more, max(_MOST_FRAMES - made, 0))]
-        frames += found
-        made += len(found)
+        for one in itertools.chain(still.inner(), still.turns()):
+            if len(kept) >= _MOST_FRAMES:
+                break
+            if kept.setdefault(one.named(), one) is one:
+                frames.append(one)
 
 
 def _behind(called: Any, arguments: tuple[Any, ...]) -> Iterator[tuple[Any, tuple[Any, ...]]]:

@@ -327,19 +327,29 @@ def _lambda_on_the_line_of_a_loop() -> Callable[..., Any]:
     return hooks[0]
 
 
+def _chooses_one_of_two(gradient: Tensor, number: int = 1) -> None:
+    several, member = MANY, number
+    member = 3 if several else member
+    member = 3 if several else member
+    member = (several and member) or member
+    member = (several and member) or member
+    str(member)
+
+
 @pytest.mark.parametrize(
     ("hook", "most"),
     [
         (_loops_over_calls, 3),
         (_loops_again_and_again, 200),
+        (_chooses_one_of_two, 3),
         (_lambda_on_the_line_of_a_loop(), 1),
     ],
 )
 def test_a_function_is_looked_at_in_a_few_turns_of_its_loops(
     hook: Callable[..., Any], most: int
 ) -> None:
-    """A turn with a member that is not known was no turn, so that it was turned for ever; and
-    loops that follow each other multiplied."""
+    """A turn with a member that is not known was no turn, so that it was turned for ever; loops
+    that follow each other multiplied, and turns in which all names are what they were counted."""
     assert len([*itertools.islice(frames_of(hook), 1_000)]) <= most
 
 

@@ -197,14 +197,13 @@ def branches_of(code: types.CodeType) -> list[Turn]:
     return [turn for turn in nodes.turns if turn.by[0].lineno in lines]
 
 
-def assignments_of(code: types.CodeType) -> Iterator[tuple[str, ast.expr]]:
-    """Yield the local variables that a function's code sets, each with what it is set to."""
+@functools.lru_cache(1_000)
+def assignments_of(code: types.CodeType) -> Sequence[tuple[str, ast.expr]]:
+    """Return the local variables that a function's code sets, each with what it is set to."""
     nodes = _nodes_of(code)
     lines = _lines_of(code)
     own = {*code.co_varnames[code.co_argcount :], *code.co_cellvars}
-    for name, value in nodes.assignments:
-        if value.lineno in lines and name in own:
-            yield name, value
+    return [one for one in nodes.assignments if one[1].lineno in lines and one[0] in own]
 
 
 def captures_of(code: types.CodeType) -> Iterator[tuple[str, ast.expr]]:
@@ -253,6 +252,16 @@ def loops_of(code: types.CodeType) -> Sequence[tuple[ast.expr, ast.expr]]:
             if isinstance(node, ast.Name)
         )
     ]
+
+
+@functools.lru_cache(1_000)
+def loops_by_name(code: types.CodeType) -> Mapping[str, Sequence[tuple[ast.expr, ast.expr]]]:
+    """Return the loops of a function's code by the names that their targets bind."""
+    found = defaultdict[str, list[tuple[ast.expr, ast.expr]]](list)
+    for target, over in loops_of(code):
+        for name in {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}:
+            found[name].append((target, over))
+    return dict(found)
 
 
 @functools.lru_cache(1_000)

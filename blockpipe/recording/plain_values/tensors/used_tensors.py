@@ -20,7 +20,7 @@ from ...._torch.tensors import is_view, storage_of
 from ..evaluation.expressions import Frame, bound_by, members_of
 from ..evaluation.members import UNKNOWN
 from ..places import is_array, is_looked_into, within
-from ..syntax.accesses import Access, assignments_of, loops_of
+from ..syntax.accesses import Access, assignments_of, loops_by_name
 from ..syntax.contents import alternatives
 from ..syntax.effects import ASKS_SHAPE, name_called, writes_in_place
 from ..syntax.uses import Use
@@ -183,12 +183,11 @@ class _Found:
 
     def _turned(self, name: str) -> Iterator[Tensor]:
         """Yield what a variable names in the turns of the loops that set it."""
-        for target, over in loops_of(self.frame.code):
-            if any(isinstance(part, ast.Name) and part.id == name for part in ast.walk(target)):
-                members = members_of(self.frame, over)
-                for member in () if members is UNKNOWN else members:
-                    for own, value in bound_by(target, member):
-                        yield from self._among(value) if own == name else ()
+        for target, over in loops_by_name(self.frame.code).get(name, ()):
+            members = members_of(self.frame, over)
+            for member in () if members is UNKNOWN else members:
+                for own, value in bound_by(target, member):
+                    yield from self._among(value) if own == name else ()
 
     def _set_to(self, node: ast.Name, value: Any) -> list[Tensor]:
         """Return what a local variable was set to last, in the order of lines. If it names a tensor
