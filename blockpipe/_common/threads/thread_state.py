@@ -29,6 +29,7 @@ from ..._torch.modes import (
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_UNSET = object()
 
 
 class ThreadState(threading.local):
@@ -237,6 +238,11 @@ class CallerState:
             backward: grad mode on and autocast off, as ``loss.backward()`` has them.
         """
         return self._context.copy().run(self._run, function, backward)
+
+    def variables_set(self) -> dict[contextvars.ContextVar[Any], Any]:
+        """The context variables that code in :meth:`run` has set so far, with their values."""
+        now, before = contextvars.copy_context(), self._context
+        return {one: now[one] for one in now if before.get(one, _UNSET) is not now[one]}
 
     def _run(self, function: Callable[[], R], backward: bool) -> R:
         in_thread.is_ours = True

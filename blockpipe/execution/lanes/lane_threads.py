@@ -12,8 +12,9 @@ wins, all others stop at their next border, and the caller gets it when every th
 
 import threading
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -80,6 +81,7 @@ class LaneThreads:
         self._over = threading.Condition(self._lock)
         self._woken: dict[Action, threading.Lock] = {}  # of runs at a border: locked till woken
         self._thread_of: dict[int, int] = {}  # by micro-batch: the identifier of its thread
+        self._variables_of: dict[int, dict[ContextVar[Any], Any]] = {}  # that forwards have set
         self._running = 0  # threads
         self._failure: BaseException | None = None
 
@@ -98,6 +100,9 @@ class LaneThreads:
         finally:
             if self._threads != caller_threads:
                 torch.set_num_threads(caller_threads)
+        for _, variables in sorted(self._variables_of.items()):  # the plain loop's order
+            for variable, value in variables.items():
+                variable.set(value)
         failure, self._failure = self._failure, None
         if failure is not None:
             try:
@@ -206,6 +211,7 @@ class LaneThreads:
             self._forward(microbatch, self._cross)
         finally:
             give_forward_lock()
+        self._variables_of[microbatch] = self._caller.variables_set()
         with self._lock:
             lane, others = self._state.finish_forward(microbatch)
             for other in others:

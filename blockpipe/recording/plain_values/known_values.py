@@ -330,10 +330,11 @@ class KnownValues:
         seen = known.set_on | again | read_on
         if not known.set_on or not read_on:
             return None
-        if len(seen) < 2:
-            if self._is_counted_in(known):
-                where = known.first_read
-                return shared_change(known, "a ContextVar", read_on, where, _OF_VARIABLE)
+        is_in_forwards = min(seen) >= 0 and not known.is_read_outside
+        if len(seen) < 2 or (is_in_forwards and isinstance(known.owner, ContextVar)):
+            if self._is_counted_in(known):  # each micro-batch has a context of its own
+                remedy = _OF_VARIABLE if len(seen) < 2 else _REMEDY
+                return shared_change(known, "a ContextVar", read_on, known.first_read, remedy)
             return None
         if min(seen) >= 0 and self._tells_itself(known, read_on, result):
             where, what = known.first_read or others[0].first_read, self._named(known)
