@@ -1,7 +1,7 @@
 """One module: the dictionaries behind its attributes, how it was compiled, and its state dict."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
 from types import FrameType
@@ -35,6 +35,17 @@ CHILDREN = "_modules"
 
 SLOTS = ("_parameters", "_buffers", CHILDREN)
 """The names of the three, for who looks through ``vars(module)``."""
+
+
+def within(module: nn.Module) -> Iterable[nn.Module]:
+    """Return a module and all inside of it; ``modules()`` may be the user's."""
+    found, level = {id(module): module}, [module]
+    for outer in level:
+        inner = (child for child in children_of(outer).values() if child is not None)
+        new = {id(child): child for child in inner if id(child) not in found}
+        found |= new
+        level += new.values()
+    return found.values()
 
 
 def slots_of(module: nn.Module) -> list[Mapping[str, Any]]:

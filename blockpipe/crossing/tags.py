@@ -126,6 +126,7 @@ class ParameterHome:
     hop: int
     stage: int
     name: str
+    is_written: bool = False  # by the forward, on this hop
     is_adopted: bool = False  # a leaf from outside, which no module of the model registered
 
 

@@ -295,7 +295,7 @@ class Preparer:
     def _make(
         self,
         recording: Recording,
-        homes: Mapping[int, tuple[Tensor, int, int, str]],
+        homes: Mapping[int, tuple[Tensor, int, int, str, bool]],
         devices: list[torch.device],
         options: PipelineOptions,
     ) -> Prepared:

@@ -9,6 +9,7 @@ count. If code has no source, or reads attributes by computed names, every name 
 import ast
 import functools
 import inspect
+import re
 import textwrap
 import types
 from collections.abc import Iterable, Iterator
@@ -27,6 +28,7 @@ _THROUGH = (
 _READERS = frozenset(
     ["vars", "eval", "exec", "globals", "locals", "attrgetter", "asdict", "astuple", "__dict__"]
 )
+_READS_FIELDS = re.compile(r"{[^{}:!]*[.\[]")  # "{0.n}".format(x)
 _SAYS = frozenset(["__repr__", "__str__", "extra_repr"])  # text for people
 
 
@@ -113,7 +115,7 @@ class NamesRead:
 def reads_by_computed_names(code: types.CodeType) -> bool:
     """Return whether a function reads attributes without naming them."""
     names = mentioned(code)
-    if names & _READERS:
+    if names & _READERS or ("format" in names and any(map(_READS_FIELDS.search, names))):
         return True
     tree = _tree_of(code) if "getattr" in names else None
     return "getattr" in names and (tree is None or not _asks_by_name(tree))

@@ -49,12 +49,16 @@ def content_of(value: Any) -> ContentHolder | None:
     if is_of_c(value) or _is_structure(value):
         return _memory_of_c(value)
     numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(value, numpy.ndarray) or value.dtype.hasobject:
+    if numpy is None or not isinstance(value, numpy.ndarray):
         return None
+    objects = value.copy() if value.dtype.hasobject else None  # whose addresses the bytes have
 
     def put(before: bytes) -> None:
+        kept = objects
+        if kept is None:
+            kept = numpy.frombuffer(before, value.dtype).reshape(value.shape)
         if value.flags.writeable:
-            numpy.copyto(value, numpy.frombuffer(before, value.dtype).reshape(value.shape))
+            numpy.copyto(value, kept)
 
     return ContentHolder(value, value.tobytes, put)
 
@@ -168,7 +172,7 @@ def _set_up(logger: logging.Logger) -> Callable[[tuple[Any, ...]], None]:
 
 
 def kept_otherwise(value: Any) -> Callable[[], object] | None:
-    """Return a function that restores a random generator or an array of objects, or ``None``."""
+    """Return a function that restores a random generator, or ``None``."""
     if isinstance(value, torch.Generator):
         return functools.partial(value.set_state, value.get_state())
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
@@ -178,14 +182,6 @@ def kept_otherwise(value: Any) -> Callable[[], object] | None:
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return None
-    if isinstance(value, numpy.ndarray) and value.dtype.hasobject:
-        before = value.copy()
-
-        def restore() -> None:
-            if value.flags.writeable:
-                numpy.copyto(value, before)
-
-        return restore
     if isinstance(value, numpy.random.Generator):
         value = value.bit_generator
     if isinstance(value, numpy.random.BitGenerator):
@@ -333,8 +329,9 @@ def is_generator(value: Any) -> bool:
 
 
 def objects_in(value: Any) -> Iterable[Any]:
-    """Return the objects in a numpy array of objects, the seeds behind a numpy generator, which it
-    spawns from, or the memory in an object of :mod:`multiprocessing`; nothing for other values."""
+    """Return the objects in a numpy array of objects, the memory that an array is a view of, the
+    seeds behind a numpy generator, which it spawns from, or the memory in an object of
+    :mod:`multiprocessing`; nothing for other values."""
     shared = sys.modules.get("multiprocessing.sharedctypes")
     if shared is not None and isinstance(value, shared.SynchronizedBase):
         return [value.get_obj()]
@@ -344,4 +341,9 @@ def objects_in(value: Any) -> Iterable[Any]:
     if isinstance(value, numpy.random.Generator | numpy.random.BitGenerator):
         source = getattr(value, "bit_generator", value)
         return [getattr(source, "seed_seq", None)]
-    return [*value.flat] if isinstance(value, numpy.ndarray) and value.dtype == object else ()
+    if not isinstance(value, numpy.ndarray):
+        return ()
+    members = [*value.flat] if value.dtype.hasobject else []
+    base = value.base.obj if isinstance(value.base, memoryview) else value.base
+    behind = [base] if isinstance(base, numpy.ndarray | bytearray | array) else []
+    return [*behind, *(one.item() if isinstance(one, numpy.void) else one for one in members)]

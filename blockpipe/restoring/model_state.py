@@ -196,7 +196,7 @@ class ModelState:
         content = content_of(value)
         if content is not None:
             self.holders.append(content)
-            return ()
+            return objects_in(value)
         return self._keep(kept_otherwise(value)) or objects_in(value)
 
     def _hold(self, holder: Holder) -> list[Any]:

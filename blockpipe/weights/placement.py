@@ -61,7 +61,7 @@ class Placement:
         if len({device for device in map(torch.device, devices) if is_asynchronous(device)}) > 1:
             wait_for_all_devices()
 
-    def place(self, recording: Recording) -> dict[int, tuple[Tensor, int, int, str]]:
+    def place(self, recording: Recording) -> dict[int, tuple[Tensor, int, int, str, bool]]:
         """Move the tensors that are not where the recording wants them.
 
         Args:
@@ -69,7 +69,8 @@ class Placement:
                 stays where an earlier one had it.
 
         Returns:
-            From ``id`` to (tensor, first hop, stage, name), for all that some call reads.
+            From ``id`` to (tensor, first hop, stage, name, whether the forward writes to it), for
+            all that some call reads.
         """
         named = dict(named_slots(self.model, parameters_of))
         named |= dict(named_slots(self.model, buffers_of))
@@ -90,13 +91,13 @@ class Placement:
                 "a plain attribute in the forward (m.weight = f(m.weight_raw))"
             )
         self._follow({id(tensor) for tensor in named.values()})
-        homes: dict[int, tuple[Tensor, int, int, str]] = {}
+        homes: dict[int, tuple[Tensor, int, int, str, bool]] = {}
         for held in (*recording.parameters, *recording.buffers):
             tensor = named[held.name]
             if held.hop is not None or id(tensor) not in self._origins:
                 self._move(tensor, self.devices[held.stage])
             if held.hop is not None:
-                homes[id(tensor)] = tensor, held.hop, held.stage, held.name
+                homes[id(tensor)] = tensor, held.hop, held.stage, held.name, held.written
         return homes
 
     def _follow(self, present: set[int]) -> None:

@@ -44,6 +44,8 @@ class State:
         self.seen = []
         numpy = pytest.importorskip("numpy")
         self.numpy, self.array = numpy.random.default_rng(0), numpy.zeros(2)
+        self.objects = numpy.array([0, [0]], dtype=object)
+        self.rows = numpy.array([(0, [0])], dtype=[("n", int), ("held", object)])
         self.tensor = torch.zeros(2)
 
     @property
@@ -66,8 +68,13 @@ class State:
         self.nested["user"]["a"] += 1
         self.seen.append(m)
         self.array += 1
+        self.objects[0], self.rows["n"][0] = self.count, self.count
+        for held in (self.objects[1], self.rows["held"][0]):
+            held[0] += 1
         drawn = self.python.random() + self.numpy.random() + self.array.sum()
         counted = self.count + len(self.seen) + self.nested["lists"][0][0]
+        counted += self.objects[0] + self.objects[1][0] + int(self.rows["n"][0])
+        counted += self.rows["held"][0][0]
         return h / self.ema * (1 + 0.01 * drawn + 0.01 * counted)
 
 

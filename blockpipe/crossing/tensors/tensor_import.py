@@ -169,6 +169,13 @@ class TensorImport:
         step, place = self._step, self._place
         if home.hop == place.hop:
             return self._followed(tensor, reads) if home.is_adopted else tensor
+        if home.is_written and step.constants is not None:
+            raise StateError(
+                f"{home.name!r} is written by the forward on stage {home.stage} and read on stage "
+                f"{place.stage} ({users_line()}): micro-batches under way at once would mix in it; "
+                "read and write it on one hop, or read it between steps, or use "
+                "schedule='sequential'"
+            )
         needs_gradient = tensor.requires_grad and step.graphs.differentiable
         if home.stage == place.stage and not needs_gradient:
             return tensor

@@ -19,10 +19,10 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.modules import module as hooks_of_all
 from torch.nn.utils import stateless
 
+from ..._torch.modules import within
 from ...crossing.torch_patches import original_of
 from ..entries import SharedChange
 from ..plain_values.evaluation.expressions import Frame
-from ..plain_values.places import within
 from ..plain_values.still_code import frames_of
 from ..plain_values.syntax.accesses import calls_of
 

@@ -6,7 +6,7 @@ is no reason to refuse the model.
 
 import ast
 import functools
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -14,7 +14,9 @@ from torch import nn
 from ...errors import RecordingError
 from ...restoring.holders import Holder
 from .evaluation.expressions import Frame
+from .evaluation.members import ALL
 from .syntax.accesses import Access
+from .values import SharedValue
 
 _METHODS = frozenset(["cache_info", "pop", "get", "get_nowait", "update"])
 _TAKES = ("get", "get_nowait")
@@ -82,22 +84,33 @@ def _of_object_of_c(owner: Any, name: str, line: str) -> Effect | None:
     return None
 
 
-def check_class(path: str, module: nn.Module, kind: type[nn.Module], line: str) -> None:
-    """Raise :class:`RecordingError` if the forward has given a module a class with another forward:
-    steps call the one of before.
+class ClassesKept:
+    """The classes that modules have before a forward.
 
     Args:
-        path: the module's path.
-        module: the module, after the forward.
-        kind: its class before.
-        line: the line that sets the class.
+        modules: the modules, by path.
     """
-    if type(module) is not kind and type(module).forward is not kind.forward:
-        raise RecordingError(
-            f"expected modules that keep their classes, got {path!r}, which the forward makes "
-            f"{type(module).__qualname__} ({line}): a step calls the forward of the class that it "
-            "had before; hold a module of each class, and call one of them"
-        )
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._kinds = [(path, module, type(module)) for path, module in modules.items()]
+
+    def check(self, found_at: Callable[[Any, Any], SharedValue | None]) -> None:
+        """Raise :class:`RecordingError` if the forward has given a module a class with another
+        forward: steps call the one of before.
+
+        Args:
+            found_at: returns what is known of a place.
+        """
+        for path, module, kind in self._kinds:
+            if type(module) is not kind and type(module).forward is not kind.forward:
+                known = found_at(module, ALL)
+                raise RecordingError(
+                    f"expected modules that keep their classes, got {path!r}, which the forward "
+                    f"makes {type(module).__qualname__} "
+                    f"({known.first_write if known else 'unseen'}): a step calls the forward of "
+                    "the class that it had before; hold a module of each class, and call one of "
+                    "them"
+                )
 
 
 def asks_cache(access: Access, frame: Frame) -> Effect | None:

@@ -11,7 +11,7 @@ import os
 import sys
 import types
 from array import array
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
@@ -23,15 +23,16 @@ from torch import Tensor, nn
 from ..._common.libraries import is_users
 from ..._common.nested import tensors
 from ..._common.text import key_text
-from ..._torch.modules import children_of, parameters_of, slots_of
+from ..._torch.modules import parameters_of, slots_of, within
 from ...crossing.tags import TAG, latest
 from ...restoring.contents import is_of_c
 from ...restoring.holders import DictHolder, Holder
 from ...restoring.iterators import BOUND, advances
 from ...stages.cursor import is_of_microbatch
 from .evaluation.expressions import Frame, members_of
-from .evaluation.getters import asked_of, hands_on, is_getter
-from .evaluation.members import ALL, BY_ARGUMENT, NEEDS_GRADIENT, UNKNOWN, Names
+from .evaluation.getters import asked_by_text, asked_of, hands_on, is_getter
+from .evaluation.members import ALL, BY_ARGUMENT, NEEDS_GRADIENT, UNKNOWN, Names, Registered
+from .evaluation.registered import asked_for, walked_by
 from .syntax.accesses import Access
 from .syntax.effects import DOES_BOTH, SETS_TORCHS, WRITES
 from .syntax.protocols import is_read_by_syntax
@@ -120,17 +121,6 @@ def set_by_method(node: ast.expr, frame: Frame) -> list[tuple[Any, str]] | None:
     return [(parameter, NEEDS_GRADIENT) for parameter in held if parameter is not None]
 
 
-def within(module: nn.Module) -> Iterable[nn.Module]:
-    """Return a module and all inside of it; ``modules()`` may be the user's."""
-    found, level = {id(module): module}, [module]
-    for outer in level:
-        inner = (child for child in children_of(outer).values() if child is not None)
-        new = {id(child): child for child in inner if id(child) not in found}
-        found |= new
-        level += new.values()
-    return found.values()
-
-
 def entry_asked(access: Access, frame: Frame) -> Any:
     """Return the key of the one entry that code asks a container for (``table.get(key)``, ``key in
     table``) or changes (``table.setdefault(key, [])``); ``ALL`` if it may be any of them."""
@@ -145,6 +135,11 @@ def asked_by_call(node: ast.expr, frame: Frame) -> Iterator[tuple[Any, Any]]:
     may be unknown, and names in them."""
     if not isinstance(node, ast.Call):
         return
+    yield from walked_by(node, frame)
+    if isinstance(node.func, ast.Attribute) and node.func.attr == "format":
+        given = [frame.evaluated(arg) for arg in node.args]
+        named = {one.arg: frame.evaluated(one.value) for one in node.keywords if one.arg}
+        yield from asked_by_text(frame.evaluated(node.func.value), given, named)
     function, over = frame.evaluated(node.func), node.args
     if is_getter(function) or function is functools.reduce:
         yield from asked_of(function, [*map(frame.evaluated, node.args)])
@@ -197,6 +192,8 @@ def named(owner: Any, key: Any, paths: Mapping[int, str]) -> str:
         return f"{owner.names.get('__name__')}.{key}"
     if isinstance(owner, types.CellType):
         return f"variable {key!r} of a closure"
+    if isinstance(key, Registered):
+        return f"which {key} {in_words(owner, None, paths)} has"
     what = "entry" if isinstance(owner, CONTENTS) else "attribute"
     return in_words(owner, None if key is ALL or key is BY_ARGUMENT else key, paths, what)
 
@@ -254,9 +251,11 @@ def _array_behind(node: ast.expr, frame: Frame) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    base: Any = getattr(value, "base", None) if is_array(value) or _is_flat(value) else None
-    while is_array(base):
-        value, base = base, base.base
+    while is_array(value) or _is_flat(value):
+        base = value.base.obj if isinstance(value.base, memoryview) else value.base
+        if not is_array(base) and not isinstance(base, bytearray | array):
+            break
+        value = base
     return value
 
 
@@ -309,9 +308,10 @@ def inside(value: Any) -> Iterator[Any]:
         yield from (member for member in level if isinstance(member, CONTENTS))
 
 
-def handed_inside(access: Access, value: Any, owner: Any, frame: Frame) -> Iterator[Any]:
-    """Yield the containers in what an access hands to code that nobody looks into: an object of a
-    library to the library's, or a container to any.
+def read_inside(access: Access, value: Any, owner: Any, frame: Frame) -> Iterator[tuple[Any, Any]]:
+    """Yield what an access reads beside its own place, with the keys: of a container of modules
+    which there are, and the containers in what it hands to code that nobody looks into: an object
+    of a library to the library's, or a container to any.
 
     Args:
         access: the access.
@@ -319,6 +319,7 @@ def handed_inside(access: Access, value: Any, owner: Any, frame: Frame) -> Itera
         owner: the object that holds it.
         frame: the frame that it is in.
     """
+    yield from asked_for(access, value, frame)
     is_entry = isinstance(access.node, ast.Subscript)
     held, given_to = (owner if is_entry else value), access.given_to
     if access.use in (Use.NONE, Use.WRITE) and not is_entry:
@@ -326,7 +327,7 @@ def handed_inside(access: Access, value: Any, owner: Any, frame: Frame) -> Itera
     if given_to is not None and is_looked_into(frame.evaluated(given_to)):
         return
     if is_of_library(held) or (given_to is not None and isinstance(held, CONTENTS)):
-        yield from inside(held)
+        yield from ((one, ALL) for one in inside(held))
 
 
 def _members_of(value: Any) -> Iterable[Any]:
@@ -355,20 +356,29 @@ def is_looked_into(function: Any) -> bool:
     return False
 
 
-def use_by(access: Access, method: Any) -> tuple[Use, Any]:
-    """Return the use of a container by a bound method of it that has a name of its own
-    (``push(x)``), and the container.
+def used_by(access: Access, value: Any, owner: Any, frame: Frame) -> Iterator[tuple[Use, Any]]:
+    """Yield the containers that an access uses without naming them, each with its use: by a bound
+    method that has a name of its own (``push(x)``); and in code that does not run, those inside of
+    a library's object whose method may change them, and a ``defaultdict`` that may get an entry.
 
     Args:
-        access: the access that reads the method.
-        method: the method, or another value.
+        access: the access.
+        value: its value, such as the method.
+        owner: the object that holds it.
+        frame: the frame that it is in.
     """
-    held = method.__self__ if isinstance(method, BOUND) else None
-    if access.given_to is not access.node or not (is_content(held) or advances(held)):
-        return Use.NONE, None
-    if method.__name__ in DOES_BOTH:
-        return Use.BOTH, held
-    return (Use.WRITE if method.__name__ in WRITES else Use.READ), held
+    held = value.__self__ if isinstance(value, BOUND) else None
+    if access.given_to is access.node and (is_content(held) or advances(held)):
+        is_write = value.__name__ in WRITES
+        yield Use.BOTH if value.__name__ in DOES_BOTH else Use.WRITE if is_write else Use.READ, held
+    if frame.is_running:
+        return
+    if access.use in (Use.WRITE, Use.BOTH) and is_of_library(value):
+        yield from ((access.use, one) for one in inside(value))
+    if access.reads and isinstance(access.node, ast.Subscript) and isinstance(owner, defaultdict):
+        key = frame.key(access.node.slice)
+        if key is UNKNOWN or not dict.__contains__(owner, key):
+            yield Use.BOTH, owner
 
 
 def has_tensors(value: Any) -> bool:

@@ -39,17 +39,17 @@ from .drawn_numbers import DrawnNumbers
 from .evaluation.expressions import Frame, caller_of
 from .evaluation.index_uses import IndexUses
 from .evaluation.members import ALL, UNKNOWN, WHOLE, Names, member_of, owners_of
+from .evaluation.registered import added_to, places_of
 from .evaluation.sizes import Sizes
 from .known_values import OF_CHECKPOINT, KnownValues
 from .lost_updates import read_how
 from .missed_branches import MissedBranches
-from .not_put_back import Effect, asks_cache, check_class, effect_of, found_among
+from .not_put_back import ClassesKept, Effect, asks_cache, effect_of, found_among
 from .pending_writes import PendingWrite, PendingWrites
 from .places import (
     asked_by_call,
     entry_asked,
     entry_of,
-    handed_inside,
     is_array,
     is_by_microbatch,
     is_content,
@@ -59,10 +59,11 @@ from .places import (
     names_of,
     of_whole_arrays,
     owners_by_space,
+    read_inside,
     set_by_method,
     shares_memory,
     space_of,
-    use_by,
+    used_by,
 )
 from .still_code import StillFrame, frames_of, functions_by_code, hands_on, read_of_unknown
 from .syntax.accesses import Access, accesses_of, is_by_chance, may_set, may_write
@@ -129,7 +130,7 @@ class SharedValues:
         self._taken_in = TakenIn(put_back, self._lasting)
         self._used_up = found_among(holders)  # refused if the forward uses them, by id
         self._stays: Effect | None = None  # the first that cannot be put back
-        self._kinds = [(path, module, type(module)) for path, module in modules.items()]
+        self._classes = ClassesKept(modules)
         self._pending = PendingWrites(self.known, fake=fake)
         note, still = partial(SharedValues._note_all, itself, over=True), SharedValues._note_still
         self.missed = MissedTensors(self.known)
@@ -279,7 +280,7 @@ class SharedValues:
                     self._reads(holder, key, frame, hop, **how)
                 self._may_read_others(owner, key, access, frame, hop)
             if access.writes:
-                self._will_set([(owner, key, value)], access, frame, hop)
+                self._will_set([(owner, key, value), *places_of(owner, runs)], access, frame, hop)
         elif access.writes and isinstance(key, str):
             self.known.set_in_new.add(key)
         if access.reads and access.use is not Use.NONE and self._is_content(value, access, owner):
@@ -288,9 +289,9 @@ class SharedValues:
                 self.known.at(value, ALL).held_by = owner, key
         if access.reads and not access.is_said:
             self._note_inside(access, value, owner, frame, hop)
-        use, held = use_by(access, value)  # of the container that a method is of
-        if use is not Use.NONE and (self._all_lasts or id(held) in self._lasting):
-            self._uses(replace(access, use=use), held, frame, hop)
+        for use, held in used_by(access, value, owner, frame):
+            if self._all_lasts or id(held) in self._lasting:
+                self._uses(replace(access, use=use), held, frame, hop)
 
     def _finds(self, access: Access, frame: Frame, owner: Any, value: Any) -> None:
         """Note where the forward finds a value, and what it does to it."""
@@ -307,6 +308,8 @@ class SharedValues:
             elif self._is_lasting(owner) and not access.is_said:
                 for holder in owners_of(owner, key):
                     self._reads(holder, key, frame, hop, counts=False)
+        if self._is_lasting(module := added_to(access.node, frame)):
+            self._will_set(places_of(module), access, frame, hop)
         value = frame.kept_by(access.node)
         self._cached += frame.kept
         self._lasting.update(map(id, frame.kept))
@@ -325,18 +328,17 @@ class SharedValues:
             self._reads(owner, node.attr, frame, hop, counts=False)
 
     def _note_inside(self, access: Access, value: Any, owner: Any, frame: Frame, hop: int) -> None:
-        """Note that code reads that nobody looks into."""
-        for inner in handed_inside(access, value, owner, frame):
+        """Note what code reads beside the place that it names."""
+        for inner, key in read_inside(access, value, owner, frame):
             if id(inner) in self._lasting and not is_by_microbatch(inner):
-                self._reads(inner, ALL, frame, hop, counts=access.counts)
+                self._reads(inner, key, frame, hop, counts=access.counts)
 
     def _uses(self, access: Access, value: Any, frame: Frame, hop: int) -> None:
         """Note that a mutable value is read as a whole, or changed."""
         is_given = access.given_to if access.use is Use.READ else None
         if is_given and is_looked_into(function := frame.evaluated(is_given)):
             return
-        first = access.is_first
-        is_filled = is_given and changes_given(is_given, function, is_first=first)
+        is_filled = is_given and changes_given(is_given, function, is_first=access.is_first)
         is_read = access.use is not Use.WRITE and not (is_filled and access.is_dropped)
         key = entry_asked(access, frame)
         if is_read and not access.is_said:
@@ -445,6 +447,4 @@ class SharedValues:
         gives a module another forward by its class."""
         if self._stays is not None:
             self._stays.refuse()
-        for path, module, kind in self._kinds:
-            known = self.known.found_at(module, ALL)
-            check_class(path, module, kind, known.first_write if known else "unseen")
+        self._classes.check(self.known.found_at)

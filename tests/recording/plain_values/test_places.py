@@ -1,6 +1,7 @@
 """What torch's own methods set: modes of modules, which parameters need a gradient, submodules."""
 
 import copy
+from collections import UserList, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
 import blockpipe as bp
 from blockpipe.errors import StateError
@@ -245,3 +247,111 @@ def test_a_write_through_a_view_of_an_array_is_a_write_to_it(write):
     pipe = bp.Pipeline(Writes(write), devices=stages(2), chunks=4)
     with pytest.raises(StateError, match=r"an? (numpy )?array|attribute 'n'|ndarray"):
         pipe(torch.randn(8, 4))
+
+
+class Late(nn.Module):
+    """The first stage reads what a backward of the second one changes."""
+
+    def __init__(self, held: Any, change: Callable[[Any], object], read: Callable[[Any], float]):
+        super().__init__()
+        self.a, self.b, self.held = nn.Linear(4, 4), nn.Linear(4, 4), held
+        self.change, self.read = change, read
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x) * (1 + self.read(self.held))
+        with bp.Block(stage=1):
+            h = self.b(h)
+            if h.requires_grad:
+                h.register_hook(lambda _: self.change(self.held))
+            return h
+
+
+def _adds(held: Any) -> None:
+    held[0] += 1
+
+
+def _adds_to_field(held: Any) -> None:
+    held["n"] += 1
+
+
+def _adds_to_attribute(held: Any) -> None:
+    held.n += 1
+
+
+def _adds_behind(held: Any) -> None:
+    memory, _ = held
+    memory[0] += 1
+
+
+def _looks_up(held: Any) -> None:
+    held[len(held)]
+
+
+def _appends(held: Any) -> None:
+    held.append(1)
+
+
+def _bytes() -> tuple[bytearray, Any]:
+    memory = bytearray(2)
+    return memory, np.frombuffer(memory, np.uint8)
+
+
+FIELDS = [("n", int)]
+LATE: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Callable[[Any], float]]] = {
+    "masked": (lambda: np.ma.zeros(2), _adds, lambda a: float(a[0])),
+    "fields": (lambda: np.zeros(1, FIELDS), _adds_to_field, lambda a: float(a["n"][0])),
+    "attributes": (
+        lambda: np.zeros(1, FIELDS).view(np.recarray),
+        _adds_to_attribute,
+        lambda a: float(a.n[0]),
+    ),
+    "bytes": (_bytes, _adds_behind, lambda held: float(held[1][0])),
+    "defaults": (lambda: defaultdict(int), _looks_up, len),
+    "a list of collections": (UserList, _appends, len),
+    "objects": (lambda: np.array([0.0, None]), _adds, lambda a: float(a[0])),
+}
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_what_a_backward_changes_and_an_earlier_stage_reads_is_refused(case: str) -> None:
+    """These containers are no lists: a hook changed them for micro-batches that were over."""
+    make, change, read = LATE[case]
+    x = torch.randn(4, 4)
+    pipe = bp.Pipeline(Late(make(), change, read), devices=stages(2), chunks=2)
+    with pytest.raises(StateError, match=r"in a backward on hops \[1\]"):
+        pipe.forward_backward(x, target=x, loss_fn=mse_loss)
+
+
+class Names:
+    """A loss that keeps what a table says of the outputs."""
+
+    def __init__(self, table: Any) -> None:
+        self.table, self.last = table, None
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.last = self.table[output.argmax(1).numpy()].tolist()
+        return mse_loss(output, target)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        np.array(["cat", "dog", "owl", "emu"]),
+        np.array(["cat", 1, None, {}], dtype=object),
+        np.array(["2026-01-01"] * 4, dtype="datetime64[D]"),
+        np.zeros(4, FIELDS),
+        np.zeros(4, np.longdouble),
+        np.zeros(4, ">f4"),
+        np.arange(4.0)[::-1],
+    ],
+    ids=["texts", "objects", "dates", "fields", "long", "swapped", "backwards"],
+)
+@pytest.mark.cpu("the loss asks numpy")
+def test_a_loss_may_read_an_array_that_is_no_tensors(table: Any) -> None:
+    """torch cannot share its memory: an error said that the forward fails on the sample."""
+    net, x, loss = Net(lambda *_: None, lambda _, h: h), torch.randn(8, 4), Names(table)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2, schedule="sequential")
+    pipe.forward_backward(x, target=x, loss_fn=loss)
+    expected = table[net(x[4:]).argmax(1).numpy()].tolist()
+    assert loss.last == expected

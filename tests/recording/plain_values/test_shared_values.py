@@ -268,7 +268,11 @@ def test_what_one_stage_sets_and_a_sealed_module_of_another_reads_is_refused(set
 
 
 def test_variables_of_closures_and_slots_are_seen():
-    k = 1.0
+    k, array = 1.0, pytest.importorskip("numpy").array([1.0], dtype=object)
+
+    def sets_array(state: Slotted, h: Tensor) -> Tensor:
+        array[0] = largest(h)
+        return h
 
     def sets(state: Slotted, h: Tensor) -> Tensor:
         nonlocal k
@@ -283,6 +287,8 @@ def test_variables_of_closures_and_slots_are_seen():
         step(net_of(lambda state, h: h * k, sets))
     with pytest.raises(StateError, match=r"attribute 'k' of a Slotted on hops \[1\]"):
         step(net_of(lambda state, h: h * state.k, sets_slot, Slotted(1.0)))
+    with pytest.raises(StateError, match=r"a ndarray on hops \[1\]"):  # of objects
+        step(net_of(lambda state, h: h * array[0], sets_array))
 
 
 class Glue(nn.Module):

@@ -9,7 +9,9 @@ import functools
 import inspect
 import itertools
 import operator
-from collections.abc import Iterable, Iterator
+import re
+import string
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .members import ALL, UNKNOWN, attribute_in, member_of
@@ -18,6 +20,9 @@ _OF_ATTRIBUTES = (getattr, object.__getattribute__, inspect.getattr_static)
 _READERS = (*_OF_ATTRIBUTES, operator.getitem)
 _MAKERS = (operator.attrgetter, functools.partial)
 _HAND_ON = (map, filter, sorted, max, min, itertools.groupby)
+
+_FIRST = re.compile(r"[^.\[]*")  # of a text's field: the argument
+_PATH = re.compile(r"\.([^.\[]+)|\[([^\]]+)\]")  # what is read of it: attributes, entries
 
 Place = tuple[Any, Any]
 
@@ -49,6 +54,29 @@ def asked_of(function: Any, args: list[Any]) -> Iterator[Place]:
     elif function is functools.reduce and args[0] is getattr and type(args[1]) in (list, tuple):
         path = [*args[2:], *args[1]]  # the object, and names
         yield from _along(path[0], path[1:])
+
+
+def asked_by_text(text: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> Iterator[Place]:
+    """Yield the places that ``text.format(*args, **keywords)`` reads: ``"{0.n} {net.d[k]}"``."""
+    for numbered, (field, spec) in enumerate(_fields(text)):
+        yield from asked_by_text(spec, args, keywords)
+        first = _FIRST.match(field)[0] or str(numbered)  # type: ignore[index]
+        found = keywords.get(first, UNKNOWN)
+        if first.isdecimal():
+            found = next(iter(args[int(first) :]), UNKNOWN)
+        for name, key in _PATH.findall(field):
+            is_known = name or isinstance(found, dict)
+            yield found, (name or key) if is_known else ALL
+            found = attribute_in(found, name) if name else member_of(found, key)
+
+
+def _fields(text: Any) -> list[tuple[str, str]]:
+    """Return the names and formats of the fields in a text; none if it is not well formed."""
+    try:
+        parts = [*string.Formatter().parse(text)]
+    except (TypeError, ValueError):  # as the user's own will
+        return []
+    return [(field, spec or "") for _, field, spec, _ in parts if field is not None]
 
 
 def gives_known(function: Any) -> bool:

@@ -7,7 +7,7 @@ import builtins
 import types
 from collections import deque, namedtuple
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -28,6 +28,19 @@ BY_NAME: Any = object()  # the owner of what is read by its name: any object
 NEEDS_GRADIENT = "requires_grad"
 _OF_TENSORS = (NEEDS_GRADIENT, "shape", "dtype", "device", "ndim")  # torch's that are known
 _FIELD = type(namedtuple("_Fields", "first").first)  # type: ignore[attr-defined]
+
+
+class Registered(NamedTuple):
+    """The key of which members a module has in one of torch's tables.
+
+    Attributes:
+        slots: the table's name.
+    """
+
+    slots: str
+
+    def __str__(self) -> str:
+        return self.slots.removeprefix("_")
 
 
 class Names:
@@ -72,6 +85,8 @@ def member_of(owner: Any, key: Any) -> Any:
         return own_attributes(owner).get(key, found)
     if key is ALL:
         return _content(owner)
+    if isinstance(key, Registered):
+        return [*own_attributes(owner).get(key.slots, ())]
     if isinstance(owner, types.CellType):
         try:
             return owner.cell_contents

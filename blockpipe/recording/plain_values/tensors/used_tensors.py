@@ -8,6 +8,7 @@ one, and loops. Writes are methods and functions whose names end in an underscor
 from __future__ import annotations
 
 import ast
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -15,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from ...._common.threads.thread_state import ours
-from ...._torch.modules import buffers_of, parameters_of
+from ...._torch.modules import buffers_of, parameters_of, within
 from ...._torch.tensors import is_view, storage_of
 from ..evaluation.expressions import Frame, bound_by, members_of
 from ..evaluation.members import UNKNOWN
-from ..places import is_array, is_looked_into, within
+from ..places import is_array, is_looked_into
 from ..syntax.accesses import Access, assignments_of, loops_by_name
 from ..syntax.contents import alternatives
 from ..syntax.effects import ASKS_SHAPE, name_called, writes_in_place
@@ -174,7 +175,8 @@ class _Found:
     def _among(self, value: Any) -> list[Tensor]:
         """Return the tensors that a value is, or is a view of, if they last."""
         if is_array(value) and value.flags.writeable:
-            value = torch.from_numpy(value)
+            with contextlib.suppress(TypeError, ValueError):  # texts, objects, strides below zero
+                value = torch.from_numpy(value)
         if not isinstance(value, Tensor):
             return []
         with ours():  # no mode is asked

@@ -96,7 +96,15 @@ def _by_an_entry(net: Net) -> float:
     return net.look_up()
 
 
-READS = [_along_a_path, _by_a_getter, _by_a_partial, _of_each]
+def _by_a_text(net: Net) -> float:
+    return float("{:>{width}} {net.scale}".format("", width=1, net=net.state))
+
+
+def _by_a_text_along_a_path(net: Net) -> float:
+    return float(f"{net.state.table['scale']}")
+
+
+READS = [_along_a_path, _by_a_getter, _by_a_partial, _of_each, _by_a_text, _by_a_text_along_a_path]
 ONCE = [_of_what_a_getter_gives, _by_order, _of_a_call, _by_an_entry]
 
 
