@@ -88,7 +88,7 @@ def hooks_of_leaf(leaf: Tensor) -> list[Callable[..., Any]]:
 def is_hooked(leaf: Tensor, node: Node) -> bool:
     """Return whether a leaf has hooks, or the node that adds up its gradient has. Those of a node
     are found beside one more, which is taken off again."""
-    if gradient_hooks(leaf) or stepping_hooks(leaf):
+    if hooks_of_leaf(leaf):
         return True
     for register in (node.register_prehook, node.register_hook):
         handle = register(_do_nothing)

@@ -374,19 +374,21 @@ class GeneratorStates(_SeenCalls):
         return call()
 
 
+SETTERS = (
+    *(("os", "chdir"), ("locale", "setlocale"), ("torch", "set_deterministic")),
+    *(("torch", "set_default_dtype"), ("torch", "set_num_threads")),
+    *(("torch", "use_deterministic_algorithms"), ("torch", "set_deterministic_debug_mode")),
+    *(("torch", "set_float32_matmul_precision"), ("torch.backends.mha", "set_fastpath_enabled")),
+    ("torch.autograd.anomaly_mode", "set_detect_anomaly"),
+)
+"""The functions that set something of torch or of the process, with their modules."""
+
+
 class SettingsSet(_SeenCalls):
     """Replacements by which it is noticed that code changes a setting of torch or of the process,
     also if it sets that back before the next operation: others may run under it meanwhile."""
 
-    _functions = (
-        *(("os", "chdir", ""), ("locale", "setlocale", "")),
-        *(("torch", name, "") for name in ("set_default_dtype", "set_num_threads")),
-        *(("torch", name, "") for name in ("use_deterministic_algorithms", "set_deterministic")),
-        ("torch", "set_deterministic_debug_mode", ""),
-        ("torch", "set_float32_matmul_precision", ""),
-        ("torch.backends.mha", "set_fastpath_enabled", ""),
-        ("torch.autograd.anomaly_mode", "set_detect_anomaly", ""),
-    )
+    _functions = tuple((module, name, "") for module, name in SETTERS)
 
     def _called(self, mode: Any, kind: str, call: Callable[[], Any]) -> Any:
         result = call()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._common.callsite import users_line
-from .._torch.graph import gradient_hooks, stepping_hooks
+from .._torch.graph import hooks_of_leaf
 from ..errors import UsageError
 from .data_parallel.sparse_gradients import added
 from .data_parallel.step_sums import StepSums
@@ -64,8 +64,7 @@ class StageGradients:
         """Raise :class:`UsageError` for hooks that would be given a part of a gradient, or step by
         it: it is summed over processes after the backwards."""
         for parameter in self._tied.parameters:
-            hooks = {**(gradient_hooks(parameter) or {}), **(stepping_hooks(parameter) or {})}
-            if hooks:
+            if hooks := hooks_of_leaf(parameter):
                 name = next(n for n, p in self._values.named_parameters() if p is parameter)
                 raise UsageError(
                     f"expected no hooks on parameter {name!r}, whose gradient is summed over "

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .._common.callsite import users_line
-from .._torch.graph import gradient_hooks, stepping_hooks
+from .._torch.graph import hooks_of_leaf
 from .._torch.modules import pruned_names
 from .._torch.tensors import version_of
 from ..errors import UsageError
@@ -220,7 +220,7 @@ class CopiedModels:
             yield from zip(repeat(None), then[starts[-1] :], now[starts[-1] :], strict=False)
 
     def _check_hooks(self) -> None:
-        hooked = [p for p in self._parameters if gradient_hooks(p) or stepping_hooks(p)]
+        hooked = [p for p in self._parameters if hooks_of_leaf(p)]
         if not hooked:
             return
         names = (repr(name) for name, p in self.model.named_parameters() if p is hooked[0])

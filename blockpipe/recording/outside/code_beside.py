@@ -5,8 +5,7 @@ tells what it calls.
 """
 
 import contextlib
-import locale
-import os
+import importlib
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,7 +19,7 @@ from torch.nn.modules import module as hooks_of_all
 from torch.nn.utils import stateless
 
 from ..._torch.modules import within
-from ...crossing.torch_patches import original_of
+from ...crossing.torch_patches import SETTERS, original_of
 from ..entries import SharedChange
 from ..plain_values.evaluation.expressions import Frame
 from ..plain_values.still_code import frames_of
@@ -36,14 +35,12 @@ _AROUND = "do it around the whole step, or on a copy of the module"
 @cache
 def _settings() -> tuple[Any, ...]:
     """The functions that change a setting of torch or of the process, for every thread."""
-    anomaly, backends = torch.autograd.anomaly_mode, torch.backends
     of_all = [f for name, f in vars(hooks_of_all).items() if name.startswith("register_module_")]
+    setters = ((vars(importlib.import_module(module)), name) for module, name in SETTERS)
     return (
-        *(os.chdir, contextlib.chdir, locale.setlocale, sys.setrecursionlimit),
-        *(torch.set_default_dtype, torch.set_num_threads, torch.set_float32_matmul_precision),
-        *(torch.use_deterministic_algorithms, torch.set_deterministic_debug_mode),
-        *(backends.mkldnn.flags, backends.mha.set_fastpath_enabled, sdpa_kernel),
-        *(anomaly.set_detect_anomaly, anomaly.detect_anomaly, *of_all),
+        *(original_of(names[name]) for names, name in setters if name in names),
+        *(contextlib.chdir, sys.setrecursionlimit, torch.autograd.anomaly_mode.detect_anomaly),
+        *(torch.backends.mkldnn.flags, sdpa_kernel, *of_all),
     )
 
 
