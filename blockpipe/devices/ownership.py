@@ -4,10 +4,13 @@ Each is kept on the storage itself, so that the entry lives exactly as long as t
 """
 
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from .._torch.tensors import storage_of
 
 _OWNER = "_blockpipe_owner"
 
@@ -33,7 +36,19 @@ def set_owner(tensor: Tensor, owner: Owner) -> None:
         setattr(tensor.untyped_storage(), _OWNER, owner)
 
 
-_NOBODY = Owner(-1, -1)
+NOBODY = Owner(-1, -1)
+"""Of storages that the operations of every stage may read."""
+
+
+def own_all(held: Iterable[tuple[Tensor, Owner]]) -> None:
+    """Set the owners of parameters and buffers. A storage in which several stages have some is
+    nobody's: on two devices, each has a copy of its own."""
+    owners = dict[int, Owner]()
+    for tensor, owner in held:
+        if tensor.layout is torch.strided:
+            storage = storage_of(tensor)
+            owners[storage] = owner if owners.get(storage, owner) == owner else NOBODY
+            set_owner(tensor, owners[storage])
 
 
 def disown_offsets(tensor: Tensor) -> None:
@@ -42,7 +57,7 @@ def disown_offsets(tensor: Tensor) -> None:
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     for name in names:
         if name != "_values":
-            set_owner(getattr(tensor, name), _NOBODY)
+            set_owner(getattr(tensor, name), NOBODY)
 
 
 class _Copying(threading.local):

@@ -17,7 +17,7 @@ from .._common.threads.thread_state import ours
 from .._torch.modes import DispatchMode
 from .._torch.tensors import shape_of
 from ..errors import IsolationError
-from .ownership import Owner, is_copying, owner_of, set_owner
+from .ownership import NOBODY, Owner, is_copying, owner_of, set_owner
 
 
 class Sanitizer(DispatchMode):
@@ -57,7 +57,7 @@ class Sanitizer(DispatchMode):
         result = func(*args, **kwargs)
         for tensor in tensors(result):
             owner = owner_of(tensor)
-            if owner is None or owner.pipeline != self.pipeline:
+            if owner is None or (owner.pipeline != self.pipeline and owner is not NOBODY):
                 set_owner(tensor, Owner(self.pipeline, self.stage))
         return result
 

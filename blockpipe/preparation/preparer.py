@@ -21,7 +21,7 @@ from .._torch.graph import saved_tensor_hooks
 from ..batches.microbatch import Microbatch
 from ..crossing.tags import ParameterHome
 from ..devices.devices import Devices, checked_devices, default_devices, named_devices
-from ..devices.ownership import Owner, set_owner
+from ..devices.ownership import Owner, own_all
 from ..errors import UsageError
 from ..recording.plan_resolution import planned_by
 from ..recording.record import record_planned
@@ -384,8 +384,8 @@ class Preparer:
     def own_storages(self, prepared: Prepared) -> int:
         """Note for the stage sanitizer whose the parameters and buffers are; return the number by
         which it knows them."""
-        for home in prepared.homes.values():
-            set_owner(home.tensor, Owner(self._number, home.stage))
+        homes = prepared.homes.values()
+        own_all((home.tensor, Owner(self._number, home.stage)) for home in homes)
         return self._number
 
     def sketch(self, batch: Microbatch, options: PipelineOptions) -> Prepared:
