@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .._common.modules import is_within, paths_around
 from .._common.nested import tensors
-from .._torch.modules import is_compiled
+from .._torch.modules import buffers_of, is_compiled
 from .._torch.tensors import version_of
 from ..crossing.tags import TAG
 from ..errors import CrossingError
@@ -110,34 +110,41 @@ def _calls_by_path(result: Recording) -> dict[str, list[Call]]:
     return found
 
 
-def calls_that_leave_tensors(model: nn.Module, output: Any, recorder: Recorder) -> Iterator[Call]:
-    """Yield the calls in which the forward left a tensor with a gradient path, on a module or in
-    another object, to be called before that is put back; and those in which it left one, wherever,
-    that has come into its output."""
+def calls_that_leave_tensors(
+    model: nn.Module, output: Any, recorder: Recorder, *, has_loss: bool
+) -> Iterator[Call]:
+    """Yield the calls in which the forward left a tensor, on a module or in another object, to be
+    called before that is put back; and those in which it left one, wherever, that has come into its
+    output.
+
+    Args:
+        model: the recorded model.
+        output: what the forward has returned.
+        recorder: has watched the run.
+        has_loss: whether a function of the user's computes the loss. It may read tensors of earlier
+            hops without a gradient path too: they say which micro-batch they are of.
+    """
+
+    def may_be_read(tensor: Any) -> bool:
+        if not isinstance(tensor, Tensor) or not recorder.has_made(tensor):
+            return False
+        tag: RecordedTag = getattr(tensor, TAG)
+        may_be_others = has_loss and tag.hop != recorder.hop and not tag.is_constant(tensor)
+        return tensor.requires_grad or may_be_others
+
     on = [
         path
         for path, module in model.named_modules()
-        if any(_leaves(value, recorder) for value in module.__dict__.values())
+        for value in (*module.__dict__.values(), *buffers_of(module).values())
+        if isinstance(value, Tensor | list | tuple) and any(map(may_be_read, tensors(value)))
     ]
     for call in recorder.result.calls:
         if any(is_within(path, call.path) for path in on):
             yield call
-    left = [t for members in recorder.outside.members() for t in _left_in(members, recorder)]
-    # Without a gradient path too: they say which micro-batch they are of.
+    left = (t for members in recorder.outside.members() for t in filter(may_be_read, members))
     for tensor in (*left, *filter(recorder.has_made, tensors(output))):
         tag: RecordedTag = getattr(tensor, TAG)
         yield from tag.calls - tag.returned_by
-
-
-def _leaves(value: Any, recorder: Recorder) -> bool:
-    is_looked_at = isinstance(value, Tensor | list | tuple)
-    return is_looked_at and any(True for _ in _left_in(tensors(value), recorder))
-
-
-def _left_in(values: Iterable[Any], recorder: Recorder) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor) and value.requires_grad and recorder.has_made(value):
-            yield value
 
 
 def _open_calls(leaving: Iterable[Call]) -> None:

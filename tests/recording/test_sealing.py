@@ -1,6 +1,7 @@
 """On which hops a module runs sealed, from its calls alone."""
 
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import blockpipe as bp
+from blockpipe.errors import StateError
 from blockpipe.recording.calls import Call
 from blockpipe.recording.sealing import sealed_hops
 
@@ -144,3 +146,57 @@ def test_what_only_the_loss_reads_of_a_list_is_trained(schedule: str):
     found = pipe.forward_backward(x, loss_fn=_of_all).loss
     assert_close(found, plain_step(plain, (x.to(DEVICE),), {}, None, _of_all, 4))
     assert_same_gradients(net, plain)
+
+
+class Leaves(nn.Module):
+    """Leaves what it has computed, without a gradient path, for the loss."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(4, 4), how
+        self.kept = {"load": torch.ones(4)}
+        self.register_buffer("aux", torch.ones(4))
+        self.load = torch.ones(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x).relu()
+        load = (h > 0).sum(0) if self.how == "counts" else h.detach().mean(0)
+        if self.how == "buffer":
+            self.aux = load
+        elif self.how == "entry":
+            self.kept["load"] = load
+        else:
+            self.load = load
+        return h
+
+    def left(self) -> Tensor:
+        return {"buffer": self.aux, "entry": self.kept["load"]}.get(self.how, self.load)
+
+
+class Slow(nn.Linear):
+    """The first stage is at a later micro-batch meanwhile."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.05)
+        return super().forward(x)
+
+
+@pytest.mark.cpu("how far the first stage comes is a matter of timing there")
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("how", ["attribute", "counts", "buffer", "entry"])
+def test_a_loss_that_reads_what_a_sealed_module_has_left_is_refused(how: str, schedule: str):
+    """Nobody saw its operations, so that the tensor did not say which micro-batch it was of."""
+    net = nn.Sequential(Leaves(how), Slow(4, 4))
+    net = bp.begin_blocks(net, {"1": 1})
+    first = net[0]
+
+    def loss(output: Tensor) -> Tensor:
+        return (output * first.left()).square().mean()
+
+    def train() -> None:
+        for _ in range(3):
+            pipe.forward_backward(torch.randn(8, 4), loss_fn=loss)
+
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule=schedule)
+    with pytest.raises(StateError, match=r"belongs to micro-batch \d of this step|reads it"):
+        train()

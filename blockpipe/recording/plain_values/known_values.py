@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import types
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..._common.libraries import has_users_code
 from ..calls import Call
@@ -17,11 +16,8 @@ from ..entries import CarriedValue, SharedChange, TensorInfo
 from ..library_reads import LibraryReads
 from ..reads import NamesRead
 from ..recording import Recording
-from .evaluation.expressions import Frame
 from .evaluation.members import ALL, BY_ARGUMENT, BY_NAME, NEEDS_GRADIENT, Names, member_of
 from .places import attribute_of, has_tensors, named, space_of
-from .syntax.accesses import Access
-from .syntax.effects import ASKS_CHANCE, ASKS_SHAPE, asked_for_values, name_called
 from .values import (
     SharedValue,
     back,
@@ -141,33 +137,6 @@ class KnownValues:
         self._is_unsure = self._is_unsure or is_new
         known = (v.owner for v in self._values.values() if v.key == name)
         return [BY_NAME, *(owner for owner in known if owner is not BY_NAME)]
-
-    def any_open(self, questions: Iterable[ast.AST], frame: Frame, *, calls: bool = True) -> bool:
-        """Return whether any expression may have another value for another micro-batch.
-
-        Args:
-            questions: the expressions.
-            frame: the frame that they are in.
-            calls: whether in a real run each call that asks for more than shapes counts.
-        """
-        asked = [*questions]
-        if not self.fake and any(_is_tensor(name, frame) for name in asked_for_values(asked)):
-            return True
-        nodes = (node for one in asked for node in ast.walk(one))
-        return any(self._is_open(node, frame, calls=calls) for node in nodes)
-
-    def _is_open(self, node: ast.AST, frame: Frame, *, calls: bool) -> bool:
-        if isinstance(node, ast.Call):
-            name = name_called(node)
-            return name in ASKS_CHANCE or (calls and not (self.fake or name in ASKS_SHAPE))
-        if isinstance(node, ast.Name | ast.Attribute):
-            owner, key, value = frame.owner_of(Access(node, reads=True, writes=False))
-            known = self.found_at(owner, key)
-            if known is not None and (known.set_on or known.counted_on):
-                return True
-            is_local = owner is None and isinstance(node, ast.Name)
-            return is_local and not self.fake and isinstance(value, bool | int | float)
-        return False
 
     def is_changed(
         self,
@@ -443,7 +412,3 @@ class KnownValues:
 
     def _named(self, known: SharedValue) -> str:
         return named(known.owner, known.key, self._paths)
-
-
-def _is_tensor(name: ast.Name, frame: Frame) -> bool:
-    return isinstance(frame.evaluated(name), Tensor)

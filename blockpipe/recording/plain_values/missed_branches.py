@@ -21,6 +21,7 @@ from .evaluation.expressions import Frame
 from .evaluation.members import UNKNOWN, attribute_in
 from .evaluation.sizes import Sizes
 from .known_values import KnownValues
+from .open_questions import any_open
 from .still_code import StillFrame, frames_of
 from .syntax.accesses import Access, branches_of, sources_of, tests_of, turns_of
 from .syntax.branches import Turn
@@ -92,7 +93,7 @@ class MissedBranches:
         if not missed:
             return
         opened = missed
-        if not self._known.any_open(tests_of(running.f_code), frame):
+        if not any_open(tests_of(running.f_code), frame, self._known):
             opened = missed & self._opened(running, accesses, hops, frame, raised)
         self._note_each(opened, running, accesses, hops, frame)
         others = missed - opened
@@ -151,7 +152,7 @@ class MissedBranches:
     def _is_found(self, turn: Turn, frame: Frame) -> bool:
         """Whether it follows from the data how often a loop turns."""
         over = turn.by
-        if self._known.any_open(over, frame, calls=False):
+        if any_open(over, frame, self._known, calls=False):
             return True
         sources = [
             s for one in over if isinstance(one, ast.Name) for s in sources_of(frame.code, one.id)

@@ -26,6 +26,7 @@ from typing import Any
 
 from torch import Generator, nn
 
+from ..._common.collecting_garbage import CollectingGarbage
 from ..._common.libraries import has_users_code, is_users
 from ...restoring.contents import is_generator
 from ...restoring.holders import Holder
@@ -34,7 +35,6 @@ from ...restoring.model_state import names_in
 from ..calls import Call
 from ..library_reads import LibraryReads
 from .checkpoints import CheckpointedFrames
-from .collecting_garbage import CollectingGarbage
 from .drawn_numbers import DrawnNumbers
 from .evaluation.expressions import Frame, caller_of
 from .evaluation.index_uses import IndexUses
@@ -45,6 +45,7 @@ from .known_values import OF_CHECKPOINT, KnownValues
 from .lost_updates import read_how
 from .missed_branches import MissedBranches
 from .not_put_back import ClassesKept, Effect, asks_cache, effect_of, found_among
+from .open_questions import any_open
 from .pending_writes import PendingWrite, PendingWrites
 from .places import (
     asked_by_call,
@@ -161,8 +162,6 @@ class SharedValues:
             self._checkpoints.forget()
             self._taken_in.forget()
 
-    # --- what Python calls
-
     def _called(self, frame: types.FrameType, event: str, argument: object) -> Any:
         code = frame.f_code
         if id(code) not in self._codes:
@@ -251,8 +250,8 @@ class SharedValues:
             self._draws(frame.evaluated(access.node), frame, hop)
         if (places := set_by_method(access.node, frame)) is not None:
             lasting = [(o, name, member_of(o, name)) for o, name in places if self._is_lasting(o)]
-            is_fixed = not self.known.any_open(arguments_of(access.node), frame)
-            self._will_set(lasting, access, frame, hop, is_fixed=is_fixed)
+            is_open = any_open(arguments_of(access.node), frame, self.known)
+            self._will_set(lasting, access, frame, hop, is_fixed=not is_open)
             return
         owner, key, value = of_whole_arrays(access, frame)
         if runs:

@@ -214,6 +214,7 @@ def captures_of(code: types.CodeType) -> Iterator[tuple[str, ast.expr]]:
     yield from ((name, value) for name, value in nodes.captures if value.lineno in lines)
 
 
+@functools.lru_cache(10_000)
 def sources_of(code: types.CodeType, name: str) -> list[ast.expr]:
     """Return the expressions that the values of a function's local variable come out of."""
     nodes = _nodes_of(code)

@@ -17,6 +17,7 @@ from ...entries import SharedChange
 from ..evaluation.expressions import Frame
 from ..evaluation.members import UNKNOWN
 from ..known_values import KnownValues
+from ..open_questions import any_open
 from ..still_code import StillFrame
 from ..syntax.accesses import Access, accesses_of, conditions_of, sources_of
 from ..values import SharedValue, shared_change
@@ -94,7 +95,7 @@ class MissedTensors:
                 every = {self._decided(one, frame) for one in values}
                 ends = isinstance(op, ast.Or)
                 return ends if ends in every else None if None in every else not ends
-        if self._known_values.any_open([test], frame) or self._is_bound_anew(test, frame):
+        if any_open([test], frame, self._known_values) or self._is_bound_anew(test, frame):
             return None
         match test:
             case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot() as how], comparators=[right]):

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import blockpipe as bp
-from blockpipe.recording.plain_values.collecting_garbage import CollectingGarbage
+from blockpipe._common.collecting_garbage import CollectingGarbage
 
-from ...stage_devices import stages
+from ..stage_devices import stages
 
 COLLECTED = [0, 0]
 

@@ -1,0 +1,134 @@
+"""Conditions by what forwards count, wherever the function has them."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import blockpipe as bp
+from blockpipe.errors import StateError
+
+from ...alike import DEVICE
+from ...parity import assert_same_gradients, plain_step
+from ...stage_devices import assert_close, stages
+
+Refresh = Callable[["Encoder", Tensor], None]
+
+
+class Encoder(nn.Module):
+    """Refreshes a buffer and a number now and then."""
+
+    def __init__(self, refresh: Refresh) -> None:
+        super().__init__()
+        self.layer, self.calls, self.last = nn.Linear(4, 4), 0, 1.0
+        self.refresh = refresh
+        self.register_buffer("anchor", torch.ones(4))
+
+    def due(self) -> bool:
+        return self.calls % 5 == 0
+
+    def put(self, h: Tensor) -> None:
+        self.anchor.copy_(h.detach().mean(0))
+        self.last = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        self.calls += 1
+        self.refresh(self, h)
+        return h
+
+
+def _in_a_variable(encoder: Encoder, h: Tensor) -> None:
+    refresh = encoder.calls % 5 == 0
+    if refresh:
+        encoder.put(h)
+
+
+def _in_a_variable_of_a_variable(encoder: Encoder, h: Tensor) -> None:
+    rest = encoder.calls % 5
+    is_due = not rest
+    if is_due and encoder.training:
+        encoder.put(h)
+
+
+def _by_a_method(encoder: Encoder, h: Tensor) -> None:
+    if encoder.due():
+        encoder.put(h)
+
+
+def _by_what_a_method_gave(encoder: Encoder, h: Tensor) -> None:
+    refresh = encoder.due()
+    if not refresh:
+        return
+    encoder.put(h)
+
+
+def _unpacked(encoder: Encoder, h: Tensor) -> None:
+    _, rest = divmod(encoder.calls, 5)
+    if rest == 0:
+        encoder.put(h)
+
+
+def _turns(encoder: Encoder, h: Tensor) -> None:
+    times = int(encoder.calls % 5 == 0)
+    for _ in range(times):
+        encoder.put(h)
+
+
+def _in_a_dictionary(encoder: Encoder, h: Tensor) -> None:
+    asked = {"due": encoder.calls % 5 == 0}
+    if asked["due"]:
+        encoder.put(h)
+
+
+WAYS = [
+    *(_in_a_variable, _in_a_variable_of_a_variable, _by_a_method, _by_what_a_method_gave),
+    *(_unpacked, _turns, _in_a_dictionary),
+]
+
+
+class Net(nn.Module):
+    """Its second stage reads what the first one refreshes, or only the first one does."""
+
+    def __init__(self, refresh: Refresh, read: str) -> None:
+        super().__init__()
+        self.encoder, self.head, self.read = Encoder(refresh), nn.Linear(4, 4), read
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.encoder(x)
+            if self.read == "own":
+                h = h * self.encoder.anchor.clone() * self.encoder.last
+        with bp.Block(stage=1):
+            if self.read == "buffer":
+                h = h + self.encoder.anchor
+            elif self.read == "number":
+                h = h * self.encoder.last
+            return self.head(h)
+
+
+@pytest.mark.parametrize("read", ["buffer", "number"])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_refresh_by_a_count_is_refused_where_another_stage_reads(way: Refresh, read: str) -> None:
+    """A condition counted only where a branch had it itself; from the fifth forward on, the second
+    stage read what a later micro-batch had left."""
+    pipe = bp.Pipeline(Net(way, read), devices=stages(2), chunks=4, schedule="gpipe")
+    x = torch.randn(8, 4)
+    with pytest.raises(StateError, match=r"encoder\.(anchor|last)"):
+        pipe.forward_backward(x, target=x, loss_fn=mse_loss)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_refresh_by_a_count_is_fine_for_the_own_stage(way: Refresh) -> None:
+    net = Net(way, "own")
+    plain = copy.deepcopy(net).to(DEVICE)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule="gpipe")
+    for _ in range(3):
+        x = torch.randn(8, 4)
+        there = x.to(DEVICE)
+        loss = pipe.forward_backward(x, target=x, loss_fn=mse_loss).loss
+        assert_close(loss, plain_step(plain, (there,), {}, there, mse_loss, 4))
+        assert_same_gradients(net, plain)
