@@ -6,7 +6,7 @@ then a step runs it untouched.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,8 +15,10 @@ from .._common.modules import is_within, paths_around
 from .._common.nested import tensors
 from .._torch.modules import buffers_of, is_compiled
 from .._torch.tensors import version_of
+from ..batches.losses import WeightedLoss
 from ..crossing.tags import TAG
 from ..errors import CrossingError
+from ..restoring.model_state import ModelState
 from .calls import Call
 from .recording import Recording
 from .watching.calls import RecordedTag
@@ -111,7 +113,7 @@ def _calls_by_path(result: Recording) -> dict[str, list[Call]]:
 
 
 def calls_that_leave_tensors(
-    model: nn.Module, output: Any, recorder: Recorder, *, has_loss: bool
+    model: nn.Module, output: Any, recorder: Recorder, loss_fn: Callable[..., Any] | None
 ) -> Iterator[Call]:
     """Yield the calls in which the forward left a tensor, on a module or in another object, to be
     called before that is put back; and those in which it left one, wherever, that has come into its
@@ -121,16 +123,24 @@ def calls_that_leave_tensors(
         model: the recorded model.
         output: what the forward has returned.
         recorder: has watched the run.
-        has_loss: whether a function of the user's computes the loss. It may read tensors of earlier
-            hops without a gradient path too: they say which micro-batch they are of.
+        loss_fn: what computes the loss. It may read tensors of earlier hops without a gradient path
+            too, if it leads to them: they say which micro-batch they are of.
     """
+    reached = set[int]()
 
     def may_be_read(tensor: Any) -> bool:
         if not isinstance(tensor, Tensor) or not recorder.has_made(tensor):
             return False
         tag: RecordedTag = getattr(tensor, TAG)
-        may_be_others = has_loss and tag.hop != recorder.hop and not tag.is_constant(tensor)
-        return tensor.requires_grad or may_be_others
+        if tensor.requires_grad or loss_fn is None:
+            return tensor.requires_grad
+        if tag.hop == recorder.hop or tag.is_constant(tensor):
+            return False
+        if not reached:
+            behind = loss_fn.loss_fn if isinstance(loss_fn, WeightedLoss) else loss_fn
+            state = ModelState(values=False, contents=False, others=[behind])
+            reached.update(map(id, state.objects()))
+        return id(tensor) in reached
 
     on = [
         path

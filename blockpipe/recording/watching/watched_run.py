@@ -92,8 +92,8 @@ def run_watched(
         result.outputs = list(_outputs(output, kept))
         _note_code_beside(request, recorder, values)
         _note_state(model, recorder, values, [*holders, *request.modes])
-        has_loss = request.loss_fn is not None
-        recorder.leaving = [*calls_that_leave_tensors(model, output, recorder, has_loss=has_loss)]
+        found = calls_that_leave_tensors(model, output, recorder, request.loss_fn)
+        recorder.leaving = [*found]
         _note_tensors(recorder, values, versions)
         result.shared_changes += _draws(model, recorder, values)
     finally:
