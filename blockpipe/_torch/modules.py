@@ -48,6 +48,39 @@ def within(module: nn.Module) -> Iterable[nn.Module]:
     return found.values()
 
 
+def submodule_at(module: nn.Module, path: str) -> nn.Module | None:
+    """Return what ``get_submodule`` finds, without any code of the user's."""
+    found: nn.Module | None = module
+    for name in path.split(".") if path else ():
+        found = None if found is None else children_of(found)[name]
+    return found
+
+
+def tensor_at(module: nn.Module, path: str) -> Tensor | None:
+    """Return what ``get_parameter`` and ``get_buffer`` find, likewise."""
+    outer, _, name = path.rpartition(".")
+    holder = submodule_at(module, outer)
+    return None if holder is None else (parameters_of(holder) | buffers_of(holder))[name]
+
+
+def tensors_by_name(module: nn.Module, prefix: str = "") -> Slots:
+    """Return what ``state_dict`` has of a module's parameters and buffers, likewise."""
+    found = parameters_of(module) | buffers_of(module)
+    named = {f"{prefix}{name}": tensor for name, tensor in found.items()}
+    for name, child in children_of(module).items():
+        named |= {} if child is None else tensors_by_name(child, f"{prefix}{name}.")
+    return named
+
+
+FOUND_BY: dict[Any, Callable[..., Any]] = {
+    nn.Module.get_submodule: submodule_at,
+    nn.Module.get_parameter: tensor_at,
+    nn.Module.get_buffer: tensor_at,
+    nn.Module.state_dict: tensors_by_name,
+}
+"""What methods of modules find by names."""
+
+
 def slots_of(module: nn.Module) -> list[Mapping[str, Any]]:
     """Return the three. ``vars(module)`` has none of them if ``torch.jit.trace`` made the module,
     which asks the module inside of it."""

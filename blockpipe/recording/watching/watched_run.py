@@ -276,6 +276,7 @@ def _note_tensors(
         recorder.held,
         recorder.outside_tensors.found(),
         recorder.stand_ins,
+        [tensor for tensor, _ in versions.values()],
         lambda tensor: version_of(tensor) != versions[id(tensor)][1],
     )
     result, missed = recorder.result, [*values.missed.shared(forward)]

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...._torch.modules import children_of
+from ...._torch.modules import FOUND_BY, children_of
 from ....restoring.holders import CacheHolder
 from ..syntax.accesses import Access
 from ..syntax.computed import computed
@@ -186,11 +186,10 @@ class Frame:
         if function is id and node.args:
             found = self.evaluated(node.args[0])
             return UNKNOWN if found is UNKNOWN else id(found)
-        if function is nn.Module.get_submodule and isinstance(node.func, ast.Attribute):
-            path, found = self.evaluated(node.args[0]), self.evaluated(node.func.value)
-            for name in path.split(".") if path else ():
-                found = children_of(found)[name]
-            return found
+        is_method = isinstance(function, types.FunctionType) and not node.keywords
+        find = FOUND_BY.get(function) if is_method else None
+        if find is not None and isinstance(node.func, ast.Attribute):
+            return find(*map(self.evaluated, (node.func.value, *node.args)))
         return self._given(function)
 
     def kept_by(self, node: ast.expr) -> Any:

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from ...entries import OutsideTensor, SharedChange, TensorInfo
 from ..evaluation.expressions import Frame
+from ..evaluation.members import UNKNOWN
 from ..syntax.accesses import Access
+from ..syntax.unknown_owners import read_by_name
 from ..values import SharedValue, back, shared_change
 from .used_tensors import CONTENT, GRADIENT, uses_of
 
@@ -29,12 +31,14 @@ class ForwardsTensors:
         held: the parameters and buffers by id.
         outside: the other tensors that it reads.
         stand_ins: by the id of each parameter and buffer, the fake one in its place.
+        tensors: the parameters and buffers.
         is_written: says whether it writes to a parameter or a buffer.
     """
 
     held: Mapping[int, TensorInfo]
     outside: Iterable[OutsideTensor]
     stand_ins: Mapping[int, Tensor]
+    tensors: Iterable[Tensor]
     is_written: Callable[[Tensor], bool]
 
     def __post_init__(self) -> None:
@@ -72,6 +76,7 @@ class TensorUses:
     def __init__(self) -> None:
         self.read_late: list[tuple[Tensor, int, str]] = []
         self._known: dict[tuple[int, str], SharedValue] = {}
+        self._by_name: dict[str, list[tuple[int, str]]] = {}  # of objects that nobody can tell
 
     def note(self, accesses: Iterable[Access], frame: Frame, given: object, hop: int) -> None:
         """Note what one instruction does.
@@ -82,6 +87,10 @@ class TensorUses:
             given: the module or parameter that its hook is on.
             hop: the hop that it is on, or the number of that hop's backward.
         """
+        accesses = [*accesses]
+        for owner, name in filter(None, map(read_by_name, accesses)):
+            if frame.evaluated(owner) is UNKNOWN:
+                self._by_name.setdefault(name, []).append((hop, frame.line))
         found = (use for access in accesses for use in uses_of(access, frame))
         for tensor, key, reads, writes in found:
             if tensor is given:  # to step by its own gradient is watched in steps
@@ -97,6 +106,7 @@ class TensorUses:
 
     def read_by_loss(self, forward: ForwardsTensors) -> Iterator[str]:
         """Yield the buffers that the forward writes and the loss reads, in words."""
+        self._note_by_name(forward)
         for known in forward.merged(self._known.values()):
             name, info, is_written = forward.told(known.owner)
             is_written = is_written and isinstance(info, TensorInfo)
@@ -109,6 +119,7 @@ class TensorUses:
         Args:
             forward: tells what the forward does with tensors.
         """
+        self._note_by_name(forward)
         for known in forward.merged(self._known.values()):
             name, info, is_written = forward.told(known.owner)
             if known.key == GRADIENT:
@@ -122,6 +133,17 @@ class TensorUses:
                 _note_forward(known, info, is_written=is_written)
             if known.set_on and known.read_on and len(known.set_on | known.read_on) > 1:
                 yield shared_change(known, name, known.read_on, known.first_read, _REMEDY)
+
+    def _note_by_name(self, forward: ForwardsTensors) -> None:
+        """Note the reads of buffers of which the code tells no more than the name."""
+        for tensor in forward.tensors if self._by_name else ():
+            _, info, is_written = forward.told(tensor)
+            if is_written and isinstance(info, TensorInfo) and info.is_buffer:
+                for name in {info.name, info.name.rpartition(".")[2]}:
+                    for hop, line in self._by_name.get(name, ()):
+                        known = SharedValue(tensor, CONTENT)
+                        known = self._known.setdefault((id(tensor), CONTENT), known)
+                        known.is_read(hop, line)
 
 
 def _note_forward(

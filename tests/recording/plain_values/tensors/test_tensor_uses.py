@@ -27,12 +27,14 @@ class Net(nn.Module):
         self.kept = torch.ones(4)
         self.register_buffer("factor", torch.ones(4))
         self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("average", torch.zeros(4))
 
     def forward(self, x: Tensor) -> Tensor:
         with bp.Block(stage=0):
             h = self.a(x).tanh()
             with torch.no_grad():
                 self.mean.lerp_(h.mean(0), 0.1)
+                self.average.lerp_(h.mean(0), 0.1)
         with bp.Block(stage=1):
             return self.b(h * self.factor)
 
@@ -75,6 +77,21 @@ def _buffer_of_another_stage(net: Net) -> None:
 
 def _reads_what_the_forward_writes(net: Net) -> None:
     net.a.weight.register_hook(lambda gradient: gradient * net.mean)
+
+
+def _finds_by_path(net: Net) -> None:
+    net.a.weight.register_hook(lambda gradient: gradient * net.get_buffer("mean").sum().item())
+
+
+def _finds_in_state(net: Net) -> None:
+    net.b.weight.register_hook(lambda gradient: gradient * net.state_dict()["mean"].sum().item())
+
+
+def _finds_by_class(net: Net) -> None:
+    def hook(gradient: Tensor) -> Tensor:
+        return gradient * next(m for m in net.modules() if isinstance(m, Net)).average.sum().item()
+
+    net.b.weight.register_hook(hook)
 
 
 def _another_gradient(net: Net) -> None:
@@ -137,6 +154,9 @@ def _step(net: Net, **options: object) -> None:
         (_adds_on_both, r"a tensor of shape \(4,\) in a backward on hops \[0, 1\]"),
         (_buffer_of_another_stage, r"buffer 'factor' in a backward on hops \[0\]"),
         (_reads_what_the_forward_writes, r"buffer 'mean' on hops \[0\]"),
+        (_finds_by_path, r"buffer 'mean' on hops \[0\]"),
+        (_finds_in_state, r"buffer 'mean' on hops \[0\]"),
+        (_finds_by_class, r"buffer 'average' on hops \[0\]"),
         (_another_gradient, r"the \.grad of 'b\.weight' in a backward on hops \[1\]"),
         (_all_gradients, r"the \.grad of 'b\.\w+' in a backward on hops \[1\]"),
         (_sums_all_gradients, r"the \.grad of 'b\.\w+' in a backward on hops \[1\]"),
