@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .._common.modules import is_within, paths_around
 from .._common.nested import tensors
-from .._torch.modules import buffers_of, is_compiled
+from .._torch.modules import is_compiled
 from .._torch.tensors import version_of
 from ..batches.losses import WeightedLoss
 from ..crossing.tags import TAG
@@ -126,35 +126,41 @@ def calls_that_leave_tensors(
         loss_fn: what computes the loss. It may read tensors of earlier hops without a gradient path
             too, if it leads to them: they say which micro-batch they are of.
     """
-    reached = set[int]()
-
-    def may_be_read(tensor: Any) -> bool:
-        if not isinstance(tensor, Tensor) or not recorder.has_made(tensor):
-            return False
-        tag: RecordedTag = getattr(tensor, TAG)
-        if tensor.requires_grad or loss_fn is None:
-            return tensor.requires_grad
-        if tag.hop == recorder.hop or tag.is_constant(tensor):
-            return False
-        if not reached:
-            behind = loss_fn.loss_fn if isinstance(loss_fn, WeightedLoss) else loss_fn
-            state = ModelState(values=False, contents=False, others=[behind])
-            reached.update(map(id, state.objects()))
-        return id(tensor) in reached
-
     on = [
         path
         for path, module in model.named_modules()
-        for value in (*module.__dict__.values(), *buffers_of(module).values())
-        if isinstance(value, Tensor | list | tuple) and any(map(may_be_read, tensors(value)))
+        if any(_leaves(value, recorder) for value in module.__dict__.values())
     ]
     for call in recorder.result.calls:
         if any(is_within(path, call.path) for path in on):
             yield call
-    left = (t for members in recorder.outside.members() for t in filter(may_be_read, members))
+    left = [t for members in recorder.outside.members() for t in _left_in(members, recorder)]
+    left += () if loss_fn is None else _left_for(loss_fn, recorder)
     for tensor in (*left, *filter(recorder.has_made, tensors(output))):
         tag: RecordedTag = getattr(tensor, TAG)
         yield from tag.calls - tag.returned_by
+
+
+def _leaves(value: Any, recorder: Recorder) -> bool:
+    is_looked_at = isinstance(value, Tensor | list | tuple)
+    return is_looked_at and any(True for _ in _left_in(tensors(value), recorder))
+
+
+def _left_in(values: Iterable[Any], recorder: Recorder) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor) and value.requires_grad and recorder.has_made(value):
+            yield value
+
+
+def _left_for(loss_fn: Callable[..., Any], recorder: Recorder) -> Iterator[Tensor]:
+    """Yield the tensors of earlier hops that a loss leads to, however deep. A loss on the last hop
+    reads that hop's before the next micro-batch comes."""
+    behind = loss_fn.loss_fn if isinstance(loss_fn, WeightedLoss) else loss_fn
+    for value in ModelState(values=False, contents=False, others=[behind]).objects():
+        if isinstance(value, Tensor) and recorder.has_made(value):
+            tag: RecordedTag = getattr(value, TAG)
+            if tag.hop != recorder.hop and not tag.is_constant(value):
+                yield value
 
 
 def _open_calls(leaving: Iterable[Call]) -> None:
@@ -172,11 +178,21 @@ def _check_compiled(model: nn.Module, result: Recording, calls_of: dict[str, lis
         open_calls = [call for call in calls_of.get(path, ()) if not call.sealed]
         if is_compiled(module) and open_calls:
             hops = {hop for call in open_calls for hop in _span(call)}
+            on = sorted({result.hops[hop].stage for hop in hops})
+            why = (
+                f"spans stages {on}"
+                if len(on) > 1
+                else f"has to be looked into: {_why(open_calls)}"
+            )
             raise CrossingError(
-                f"compiled module {path or '(the model)'!r} spans stages "
-                f"{sorted({result.hops[hop].stage for hop in hops})}, but a compiled call runs as "
+                f"compiled module {path or '(the model)'!r} {why}, but a compiled call runs as "
                 "a whole; leave torch.compile out and call pipe.compile(), which compiles its parts"
             )
+
+
+def _why(calls: Iterable[Call]) -> str:
+    """Return why calls are not sealed."""
+    return next((call.opened for call in calls if call.opened), "a stage begins in it")
 
 
 def _say_what_is_whole(model: nn.Module, result: Recording) -> None:

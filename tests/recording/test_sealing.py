@@ -2,6 +2,7 @@
 
 import copy
 import time
+import types
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import blockpipe as bp
-from blockpipe.errors import StateError
+from blockpipe.errors import CrossingError, StateError
 from blockpipe.recording.calls import Call
 from blockpipe.recording.sealing import sealed_hops
 
@@ -154,7 +155,7 @@ class Leaves(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.layer, self.how = nn.Linear(4, 4), how
-        self.kept = {"load": torch.ones(4)}
+        self.kept: dict[str, Any] = {"load": torch.ones(4)}
         self.register_buffer("aux", torch.ones(4))
         self.load = torch.ones(4)
 
@@ -165,11 +166,15 @@ class Leaves(nn.Module):
             self.aux = load
         elif self.how == "entry":
             self.kept["load"] = load
+        elif self.how == "nested":
+            self.kept["layers"] = [(types.SimpleNamespace(load=load),)]
         else:
             self.load = load
         return h
 
     def left(self) -> Tensor:
+        if self.how == "nested":
+            return self.kept["layers"][0][0].load
         return {"buffer": self.aux, "entry": self.kept["load"]}.get(self.how, self.load)
 
 
@@ -183,7 +188,7 @@ class Slow(nn.Linear):
 
 @pytest.mark.cpu("how far the first stage comes is a matter of timing there")
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize("how", ["attribute", "counts", "buffer", "entry"])
+@pytest.mark.parametrize("how", ["attribute", "counts", "buffer", "entry", "nested"])
 def test_a_loss_that_reads_what_a_sealed_module_has_left_is_refused(how: str, schedule: str):
     """Nobody saw its operations, so that the tensor did not say which micro-batch it was of."""
     net = nn.Sequential(Leaves(how), Slow(4, 4))
@@ -200,3 +205,12 @@ def test_a_loss_that_reads_what_a_sealed_module_has_left_is_refused(how: str, sc
     pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule=schedule)
     with pytest.raises(StateError, match=r"belongs to micro-batch \d of this step|reads it"):
         train()
+
+
+def test_a_compiled_module_that_leaves_a_tensor_for_the_loss_says_so() -> None:
+    """The error said that it spans stages, and named one."""
+    net = nn.Sequential(Leaves("attribute"), nn.Linear(4, 4))
+    first, net[0] = net[0], torch.compile(net[0], backend="eager")
+    pipe = bp.Pipeline(bp.begin_blocks(net, {"1": 1}), devices=stages(2), chunks=2)
+    with pytest.raises(CrossingError, match=r"'0' has to be looked into: it leaves a tensor"):
+        pipe.forward_backward(torch.randn(4, 4), loss_fn=lambda y: (y * first.load).mean())
