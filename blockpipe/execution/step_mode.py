@@ -109,6 +109,8 @@ def reason_of(mode: StepMode, request: StepRequest) -> str:
         return f"in one thread: schedule={request.schedule!r}"
     if prepared.recording.given_at:
         return f"in one thread: it uses a changing number at {prepared.recording.given_at}"
+    if prepared.recording.written_late:
+        return f"in one thread: an earlier step has written {prepared.recording.written_late}"
     if mode.unsettled is not None and prepared.recording.turns_by_size:
         return f"in one thread: sizes decide what is read at {prepared.recording.turns_by_size}"
     if mode.unsettled is not None:

@@ -68,7 +68,7 @@ class StepState:
         self.results: list[MicrobatchResult | None] = [None] * len(microbatches)
         # Names of what the forwards wrote, and had not written when the model was recorded. One by
         # one, micro-batches cannot mix in what they write, so nothing is looked at.
-        self.written: list[str] = []
+        self.written: dict[str, list[int]] = {}
         self.mode = mode_of(request, inputs_need_grad=self.inputs_need_grad)
         self.context.constants = None if self.mode.one_by_one else Constants()
         turning = request.prepared.recording.turning

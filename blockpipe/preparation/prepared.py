@@ -286,9 +286,8 @@ class Prepared:
 
     def runs_inline(self, schedule: ScheduleOption, microbatches: int) -> bool:
         """Return whether micro-batches go out and come back one by one, in one thread."""
-        return bool(self.recording.given_at) or runs_inline(
-            schedule, microbatches, has_one_lane=self.has_one_lane
-        )
+        takes_turns = bool(self.recording.given_at or self.recording.written_late)
+        return takes_turns or runs_inline(schedule, microbatches, has_one_lane=self.has_one_lane)
 
     @property
     def rates(self) -> list[Rates]:

@@ -6,7 +6,7 @@ Reads as the flow does: record → plan → place.
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +37,7 @@ from .offloaded import offloaded_stages
 from .options import PipelineOptions, check_plan
 from .prepared import Prepared, lanes_of
 from .sealed_forwards import SealedForwards
-from .second_looks import SecondLooks, changes_of_modes, check_writes
+from .second_looks import SecondLooks, changes_of_modes
 from .shared_state import CodeKinds, check_shared_memory, check_shared_state
 from .step_sizes import StepSizes, asks_sizes, is_plain, sizes_of
 from .watched.watched_values import WatchedValues
@@ -183,6 +183,7 @@ class Preparer:
             self.known[key] = prepared
             self._caution_once(prepared, options)
         self.known.move_to_end(key)
+        prepared.recording.written_late = self._second_looks.written_late
         return prepared
 
     def found(self, batch: Microbatch, loss_fn: LossFn = None) -> Prepared | None:
@@ -358,7 +359,7 @@ class Preparer:
         options: PipelineOptions,
         loss_fn: LossFn = None,
         *,
-        written: list[str],
+        written: Mapping[str, Sequence[int]],
         mixes: bool,
     ) -> None:
         """Record again after a step that wrote or set what it did not when it was recorded, and
@@ -376,10 +377,9 @@ class Preparer:
         self._second_looks.at_values(known, changed, batches if mixes else (), schedule, record)
         if not written:
             return
-        _log.info("recording anew: %s", f"{', '.join(written)} is written by now")
         self._written |= frozenset(written)
         self._fingerprint = None  # the next step records anew; until then, this is what is known
-        check_writes(record(batches[0]), known, schedule, written)
+        self._second_looks.at_tensors(record(batches[0]), known, schedule, written)
 
     def own_storages(self, prepared: Prepared) -> int:
         """Note for the stage sanitizer whose the parameters and buffers are; return the number by

@@ -8,8 +8,9 @@ one of them changes that value: that recording says who reads it.
 
 from __future__ import annotations
 
+import logging
 import types
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch import nn
@@ -17,6 +18,7 @@ from torch import nn
 from .._common.callsite import users_line, warn
 from ..batches.microbatch import Microbatch
 from ..errors import BlockpipeError, StateError
+from ..recording.calls import hops_by_path
 from ..recording.plain_values.places import in_words
 from ..recording.recording import Recording
 from ..restoring.held_signals import RestoredWhole
@@ -26,6 +28,7 @@ from ..weights.placement import Fingerprint
 from .shared_state import check_shared_state, opened_since
 from .watched.watched_values import MOST_VALUES, Change
 
+_log = logging.getLogger(__name__)
 _MOST = 16  # recordings for values; a guess
 
 
@@ -34,10 +37,14 @@ class SecondLooks:
 
     Args:
         model: the user's model.
+
+    Attributes:
+        written_late: what a step has written that no recording shows; later ones run their
+            micro-batches one by one.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._model, self.written_late = model, ""
         self._left = _MOST  # below zero: nobody looks any more
         # By place: a change keeps its object alive, so that no other one gets the id.
         self._seen: dict[tuple[int, Hashable], Change] = {}
@@ -68,7 +75,7 @@ class SecondLooks:
         self._ahead += [change for change in changed if self._is_new(change, known)]
         if not batches or not self._ahead:
             return
-        names = self._names(self._ahead)
+        names, latest = self._names(self._ahead), known
         for batch in batches:
             if not self._left:
                 self._give_up(names)
@@ -84,7 +91,81 @@ class SecondLooks:
             self._ahead = [change for change in self._ahead if not _is_known(change, found)]
             if not self._ahead:
                 return
-        self._ahead = []
+            latest = found
+        left, self._ahead = self._ahead, []
+        if self._left >= 0:
+            read = ((change, _read_on(change, latest)) for change in left)
+            self._note_late({self._place(change): hops for change, hops in read}, latest)
+
+    def at_tensors(
+        self,
+        found: Recording,
+        known: Recording,
+        schedule: ScheduleOption,
+        written: Mapping[str, Sequence[int]],
+    ) -> None:
+        """Check that only one hop uses what a step has written first.
+
+        Args:
+            found: a recording of one of its micro-batches, made after it.
+            known: the recording that it ran by.
+            schedule: by which it ran.
+            written: the names of such tensors, with the hops that read them.
+
+        Raises:
+            StateError: several hops share it, or what ran sealed reads other stages' tensors.
+        """
+        _log.info("recorded anew: %s", f"{', '.join(written)} is written by now")
+        try:
+            check_shared_state(found, schedule)
+            if (call := opened_since(known, found)) is not None:
+                raise StateError(
+                    f"by now {call.path!r} has to be looked into: {call.opened}; set the gradients "
+                    "to None and repeat the step, which is recorded anew"
+                )
+        except StateError as error:
+            _refuse([*written], "written", error)
+        late = {n: hops for n, hops in written.items() if not _shows_write(found, n)}
+        self._note_late({_split(name): hops for name, hops in late.items()}, found)
+
+    def _place(self, change: Change) -> tuple[str | None, str]:
+        """Return the path of the module that a value is on, if it is one's, and its name."""
+        owner, key = change.holder.owner, _name(change.key)
+        paths = {id(module): path for path, module in self._model.named_modules()}
+        return paths.get(id(owner)), in_words(owner, key, paths)
+
+    def _note_late(
+        self, places: Mapping[tuple[str | None, str], Sequence[int]], found: Recording
+    ) -> None:
+        """Note what a step has written by code that no recording shows, and what a stage reads. A
+        module that runs on that hop alone writes its own.
+
+        Raises:
+            StateError: it is a module's that runs on other hops.
+        """
+        on = hops_by_path(found.calls)
+        own = {place: on.get(place[0], set()) if place[0] else set() for place in places}
+        late = [p for p, hops in places.items() if hops and own[p] != {*hops}]
+        if not late:
+            return
+        named = (n if p is None or n.startswith(p) else f"{p}.{n}" for p, n in late)
+        names = ", ".join(named)
+        hops = sorted({hop for place in late for hop in places[place]})
+        self.written_late = self.written_late or names
+        text = (
+            f"{names} was written during the step by code that no recording shows, as in a branch "
+            f"that it takes now and then, and is read on hops {hops}: {{}}; from now on "
+            "micro-batches run one by one; write it between steps, or on the stage that reads it, "
+            f"or use schedule='sequential' ({users_line()})"
+        )
+        if any(own[place] and own[place].isdisjoint(places[place]) for place in late):
+            raise StateError(
+                text.format(
+                    "micro-batches under way at once have mixed in it, and this step's gradients "
+                    "are not the plain loop's"
+                )
+            )
+        warn(text.format("where another stage writes it, this step's gradients are others"))
 
     def _recorded(self, batch: Microbatch, record: Callable[[Microbatch], Recording]) -> Recording:
         try:
@@ -121,25 +202,6 @@ def changes_of_modes(fingerprint: Fingerprint | None) -> Iterator[Change]:
         yield Change(DictHolder(vars(module), module), name, then)
 
 
-def check_writes(
-    found: Recording, known: Recording, schedule: ScheduleOption, written: list[str]
-) -> None:
-    """Check that only one hop uses what a step has written first.
-
-    Raises:
-        StateError: several hops share it, or what ran sealed reads other stages' tensors.
-    """
-    try:
-        check_shared_state(found, schedule)
-        if (call := opened_since(known, found)) is not None:
-            raise StateError(
-                f"by now {call.path!r} has to be looked into: {call.opened}; set the gradients to "
-                "None and repeat the step, which is recorded anew"
-            )
-    except StateError as error:
-        _refuse(written, "written", error)
-
-
 def _refuse(names: list[str], how: str, error: StateError) -> NoReturn:
     raise StateError(
         f"{', '.join(names)} was {how} during the step, which it was not when the model was "
@@ -152,6 +214,30 @@ def _is_known(change: Change, recording: Recording) -> bool:
     if isinstance(owner, types.FunctionType):  # a variable, which several functions read
         return any(name == key for _, name in recording.changed)
     return not recording.changed.isdisjoint({(id(owner), _name(key)), (id(owner), None)})
+
+
+def _read_on(change: Change, recording: Recording) -> Sequence[int]:
+    """Return the hops that read a value which none of the recorded code sets."""
+    owner, key = change.holder.owner, _name(change.key)
+    if isinstance(owner, types.FunctionType):
+        found = (hops for (_, name), hops in recording.only_read.items() if name == key)
+        return next(found, [])
+    read = recording.only_read
+    return read.get((id(owner), key)) or read.get((id(owner), None)) or []
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Return the path of the module that has a tensor of a name, and its name there."""
+    path, _, own = name.rpartition(".")
+    return path, own
+
+
+def _shows_write(recording: Recording, name: str) -> bool:
+    """Return whether a recording shows a write to a tensor, or that code may write it there."""
+    held = (h for h in (*recording.parameters, *recording.buffers) if name in h.names)
+    if name in recording.changing or any(h.written or h.name in recording.may_write for h in held):
+        return True
+    return any(o.written and name.startswith(f"{o.name} ({o.where};") for o in recording.outside)
 
 
 def _name(key: Hashable) -> Any:

@@ -17,6 +17,7 @@ from ..recording.entries import OutsideTensor, TensorInfo
 from ..recording.outside.code_beside import changes_others
 from ..recording.plain_values.still_code import uses_state
 from ..recording.recording import Recording
+from ..recording.sealing import MAY_READ
 from ..schedules.builders import ScheduleOption
 from .watched.sorts import sort_of
 
@@ -193,6 +194,8 @@ def opened_since(before: Recording, now: Recording) -> Call | None:
     notices by itself what crosses in code that is not sealed, and another route.
     """
     for call in now.calls:
+        if call.opened == MAY_READ:  # in another forward
+            continue
         known = before.sealed_functions if call.is_function else before.sealed
         # On other hops it may have been open before: a router that two stages share.
         if not call.sealed and not known.get(call.path, frozenset()).isdisjoint(call.hops):

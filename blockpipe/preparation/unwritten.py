@@ -45,6 +45,8 @@ class Unwritten:
         self._others: list[tuple[str, _Look]] = []
         self._modules = [(path, vars(module)) for path, module in model.named_modules()]
         self._changing = recording.changing | set(but)
+        self._read_on = {name: found.hops for name, found in held.items()}
+        self._readers: dict[int, list[int]] = {}  # of tensors that no module has registered, by id
         parameters, buffers = all_slots(model, parameters_of), all_slots(model, buffers_of)
         for name, slots, key, tensor in (*parameters, *buffers):
             found = held.get(name)
@@ -62,6 +64,7 @@ class Unwritten:
             value = None if outside.tensor is None else outside.tensor()
             if value is None or outside.tensor is None or outside.written:
                 continue
+            self._readers[id(value)] = outside.hops
             if len(outside.hops) > 1:
                 self._shared.append((outside.name, outside, outside.tensor))
             elif not value.requires_grad and id(value) not in on_modules:
@@ -85,9 +88,9 @@ class Unwritten:
                         others[name] = _state_of(value)
         return shared, others
 
-    def written(self, before: States) -> list[str]:
+    def written(self, before: States) -> dict[str, list[int]]:
         """Return the names of what was written since and is read by one hop, or by none that is
-        known. They are not looked at again: the model is recorded anew.
+        known, with that hop. They are not looked at again: the model is recorded anew.
 
         Raises:
             StateError: something that several hops read was written.
@@ -108,7 +111,12 @@ class Unwritten:
         )
         self._changing.update(names)
         self._others = [other for other in self._others if other[0] not in self._changing]
-        return names
+        return {name: self._hops_of(name, before[1].get(name)) for name in names}
+
+    def _hops_of(self, name: str, before: _State) -> list[int]:
+        if name in self._read_on or before is None:
+            return self._read_on.get(name, [])
+        return self._readers.get(id(before[0]), [])
 
 
 def _slot(slots: Slots, key: str) -> Tensor | None:

@@ -93,6 +93,11 @@ class Recording:
     """The objects that were there before and that it, a hook or the loss sets: by id, in words."""
     changed: set[tuple[int, Any]] = field(default_factory=set, repr=False)
     """The objects that it changes, by id, each with a name or key in it; ``None``: its content."""
+    only_read: dict[tuple[int, Any], list[int]] = field(default_factory=dict, repr=False)
+    """The places that it reads and, as far as its code tells, never sets: likewise, with the hops
+    that read them."""
+    may_write: set[str] = field(default_factory=set, repr=False)
+    """The parameters and buffers that a branch which was not taken writes, where the hop reads."""
     switches: bool = False  # whether it sets switches of torch or the process for a while
     changes_process: bool = False  # where it prints to, or what it warns of, for a while
     writes_inputs: bool = False  # whether it writes in place to its arguments
@@ -110,6 +115,8 @@ class Recording:
     and on which nothing ran, in words."""
     given_at: str = ""
     """The line that uses a number as no later step can foresee, in ways that steps ask no more."""
+    written_late: str = ""
+    """What a step has written that no recording shows, so that micro-batches run one by one."""
     why_real: str | None = None
     why_elsewhere: str | None = None
     """Why it did not run on fake tensors of the devices that the stages will be on."""

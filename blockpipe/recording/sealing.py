@@ -24,6 +24,9 @@ from .recording import Recording
 from .watching.calls import RecordedTag
 from .watching.recorder import Recorder
 
+LEAVES = "it leaves a tensor, which the output has, or the loss or the next call may read"
+MAY_READ = "another forward may read a tensor on another stage than the one that leaves it"
+
 
 def conclude(model: nn.Module, recorder: Recorder, versions: dict[int, tuple[Tensor, int]]) -> None:
     """Fill in the facts that only the whole run shows.
@@ -42,7 +45,8 @@ def conclude(model: nn.Module, recorder: Recorder, versions: dict[int, tuple[Ten
         held = recorder.held.get(key)
         if held is not None:
             held.written |= version_of(tensor) != version
-    _open_calls(recorder.leaving)
+    for why, calls in recorder.opens.items():
+        _open_calls(calls, why)
     calls_of = _calls_by_path(result)
     for path, calls in calls_of.items():
         hops = sealed_hops(calls, len(result.hops), recorder.reads)
@@ -163,11 +167,10 @@ def _left_for(loss_fn: Callable[..., Any], recorder: Recorder) -> Iterator[Tenso
                 yield value
 
 
-def _open_calls(leaving: Iterable[Call]) -> None:
-    """Open the calls in which a forward leaves a tensor: a loss, or the next one, reads it. What
-    a ``torch.func`` transform computes is followed in a sealed call only."""
-    why = "it leaves a tensor, which the output has, or the loss or the next call may read"
-    for call in leaving:
+def _open_calls(calls: Iterable[Call], why: str) -> None:
+    """Open calls in which a forward leaves a tensor that others read, or may read one. What a
+    ``torch.func`` transform computes is followed in a sealed call only."""
+    for call in calls:
         for around in () if call.is_function else (call, *call.ancestors()):
             if not around.transforms:
                 around.open(why)

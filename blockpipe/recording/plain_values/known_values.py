@@ -252,6 +252,15 @@ class KnownValues:
         listed = (v for v in self._values.values() if id(v.owner) not in self._ignored)
         yield from ((known, self._of_all(known), self._named(known)) for known in listed)
 
+    def only_read(self) -> dict[tuple[int, Any], list[int]]:
+        """Return the places that the forward reads, on which hops, and that none of its code sets,
+        as far as that tells: ids with keys, of a content ``None``."""
+        return {
+            (space_of(known.owner), None if known.key is ALL else known.key): hops_of(known.read_on)
+            for known in self._values.values()
+            if known.read_on and not (known.set_on or known.counted_on)
+        }
+
     def note_by_size(
         self, reads: NamesRead, result: Recording, held: Mapping[int, TensorInfo]
     ) -> None:
@@ -320,7 +329,7 @@ class KnownValues:
         change = shared_change(known, self._named(known), read_on, where, remedy)
         change.is_traced = known.is_traced and known.is_fixed
         is_table = isinstance(known.owner, dict) and has_tensors(known.owner)
-        if min(seen) >= 0 and (is_table or self._holds_tensors(known)):
+        if min(seen) >= 0 and (is_table or has_tensors(self.value_of(known))):
             change.is_traced = known.is_traced
             if known.comes_late(others):
                 self._explain_late(change, known, others, result)
@@ -338,13 +347,14 @@ class KnownValues:
 
     def _tells_itself(self, known: SharedValue, read_on: set[int], result: Recording) -> bool:
         """Whether, in a forward, its tensors say themselves which micro-batch they are of."""
-        if not self._holds_tensors(known) or known.comes_late(self._of_all(known)):
+        if not has_tensors(self.value_of(known)) or known.comes_late(self._of_all(known)):
             return False
         return known.tells_itself(read_on, lambda hop: result.hops[hop].stage)
 
     @staticmethod
-    def _holds_tensors(known: SharedValue) -> bool:
-        return has_tensors(member_of(known.owner, known.key))
+    def value_of(known: SharedValue) -> Any:
+        """Return what is at a place now."""
+        return member_of(known.owner, known.key)
 
     def _lost(self, known: SharedValue, result: Recording) -> SharedChange | None:
         """The change of a value that several stages update, if one may lose another's update."""

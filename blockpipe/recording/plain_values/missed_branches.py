@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..calls import Call
 from .evaluation.expressions import Frame
 from .evaluation.members import UNKNOWN, attribute_in
 from .evaluation.sizes import Sizes
@@ -27,6 +28,7 @@ from .syntax.accesses import Access, branches_of, sources_of, tests_of, turns_of
 from .syntax.branches import Turn
 from .syntax.effects import ASKS_SHAPE, name_called
 from .tensors.missed_tensors import MissedTensors
+from .tensors.untaken_reads import UntakenReads
 
 # A recording finds the same ones of these, whatever the data.
 _OF_NO_DATA = (
@@ -53,6 +55,8 @@ class MissedBranches:
         note: notes the accesses of an instruction that did not run, in a frame on a hop.
         note_still: notes those of a function that did not run, on a hop.
         tensors: is told of the tensors in both.
+        untaken: is told of all reads in both, whatever the conditions are.
+        call: returns the innermost call.
         fake: whether the forward runs on fake tensors; then it reads no data.
     """
 
@@ -63,11 +67,14 @@ class MissedBranches:
         note: Callable[[Iterable[Access], types.FrameType, int], None],
         note_still: Callable[[StillFrame, int], None],
         tensors: MissedTensors,
+        untaken: UntakenReads,
         *,
+        call: Callable[[], Call | None],
         fake: bool,
     ) -> None:
         self._known, self._sizes, self._fake = known, sizes, fake
-        self._tensors = tensors
+        self._tensors, self._untaken, self._call = tensors, untaken, call
+        self._closed = _MissedCalls()
         self._note, self._note_still = note, note_still
         self._calls = _MissedCalls()
         self._raised: dict[int, type[BaseException]] = {}  # the latest, by the id of a frame
@@ -92,13 +99,25 @@ class MissedBranches:
         missed = accesses.keys() - hops.keys()
         if not missed:
             return
-        opened = missed
-        if not any_open(tests_of(running.f_code), frame, self._known):
+        self._note_untaken(missed, accesses, hops, frame)
+        if any_open(tests_of(running.f_code), frame, self._known):
+            closed = self._tensors.is_closed
+            opened = {at for at in missed if not closed(accesses[at][0].node, frame)}
+        else:
             opened = missed & self._opened(running, accesses, hops, frame, raised)
         self._note_each(opened, running, accesses, hops, frame)
         others = missed - opened
         if others and self._sizes.asked(turns_of(running.f_code), frame):
             self._note_each(others, running, accesses, hops, frame, by_size=True)
+
+    def _note_untaken(
+        self, missed: Iterable[int], accesses: _Accesses, hops: Mapping[int, int], frame: Frame
+    ) -> None:
+        for offset in missed:
+            hop, call = _hop_before(offset, hops), self._call()
+            self._untaken.note(accesses[offset], frame, (hop, call))
+            for still in self._closed.behind(accesses[offset], frame, hop):
+                self._untaken.note_still(still, (hop, call))
 
     def _note_each(
         self,
@@ -112,7 +131,7 @@ class MissedBranches:
     ) -> None:
         with self._known.for_other_sizes() if by_size else contextlib.nullcontext():
             for offset in missed:
-                hop = hops[max(known for known in hops if known < offset)]
+                hop = _hop_before(offset, hops)
                 self._note(accesses[offset], running, hop)
                 may_run = self._tensors.note(accesses[offset], frame, hop)
                 for still in self._calls.behind(accesses[offset], frame, hop, by_size=by_size):
@@ -177,6 +196,11 @@ class MissedBranches:
         return any(not (isinstance(k, type) and issubclass(k, _OF_NO_DATA)) for k in flat)
 
 
+def _hop_before(offset: int, hops: Mapping[int, int]) -> int:
+    """Return the hop of the last instruction before another one that has run."""
+    return hops[max(known for known in hops if known < offset)]
+
+
 class _MissedCalls:
     """Find the code behind accesses that did not run; for each hop once."""
 
@@ -220,6 +244,9 @@ def _called(access: Access, frame: Frame) -> tuple[Any, Any]:
         found = attribute_in(owner, node.attr)
         if isinstance(found, property):
             return found.fset if access.writes else found.fget, owner
+        bound = frame.bound(node)  # ``(self.a if … else self.b)(x)``
+        if isinstance(bound, types.MethodType):
+            return bound, owner
     return None, None
 
 

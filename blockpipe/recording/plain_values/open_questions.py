@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import itertools
 import types
 from collections.abc import Iterable, Iterator
 
@@ -79,8 +80,9 @@ def _sets(access: Access, frame: Frame, known: KnownValues) -> bool:
 
 
 def _behind(questions: Iterable[ast.AST], frame: Frame) -> Iterator[ast.AST]:
-    """Yield the parts of what the local variables in expressions are set to, and so on."""
-    todo, seen = [*questions], set[str]()
+    """Yield the parts of what the local variables in expressions are set to, and so on. That one is
+    ``None``, or a certain object, says nothing of a count."""
+    todo, seen = [*itertools.chain.from_iterable(map(_but_identity, questions))], set[str]()
     while todo:
         for part in ast.walk(todo.pop()):
             if isinstance(part, ast.Name) and part.id not in seen:
@@ -88,6 +90,17 @@ def _behind(questions: Iterable[ast.AST], frame: Frame) -> Iterator[ast.AST]:
                 sources = sources_of(frame.code, part.id)
                 todo += sources
                 yield from (inner for one in sources for inner in ast.walk(one))
+
+
+def _but_identity(question: ast.AST) -> Iterator[ast.AST]:
+    """Yield the parts of a condition that ask for more than which object it is."""
+    if isinstance(question, ast.BoolOp | ast.UnaryOp):
+        for part in ast.iter_child_nodes(question):
+            yield from _but_identity(part)
+    elif not (
+        isinstance(question, ast.Compare) and isinstance(question.ops[0], ast.Is | ast.IsNot)
+    ):
+        yield question
 
 
 def _is_tensor(name: ast.Name, frame: Frame) -> bool:

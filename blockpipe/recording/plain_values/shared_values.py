@@ -73,6 +73,7 @@ from .syntax.uses import Use
 from .taken_in import TakenIn
 from .tensors.missed_tensors import MissedTensors
 from .tensors.tensor_uses import TensorUses
+from .tensors.untaken_reads import UntakenReads
 from .values import ApartRun, back, frozen
 
 _OF_GENERATOR = "give each stage a generator of its own, or draw the numbers before the forward"
@@ -134,9 +135,9 @@ class SharedValues:
         self._classes = ClassesKept(modules)
         self._pending = PendingWrites(self.known, fake=fake)
         note, still = partial(SharedValues._note_all, itself, over=True), SharedValues._note_still
-        self.missed = MissedTensors(self.known)
-        beside = note, partial(still, itself), self.missed
-        self._branches = MissedBranches(self.known, self.sizes, *beside, fake=fake)
+        self.missed, self.untaken = MissedTensors(self.known), UntakenReads(self.known)
+        beside = note, partial(still, itself), self.missed, self.untaken
+        self._branches = MissedBranches(self.known, self.sizes, *beside, call=call, fake=fake)
         self._checkpoints, self._collecting = CheckpointedFrames(), CollectingGarbage()
         self._still: ApartRun | None = None  # code that is looked at, and does not run
         self._all_lasts = False  # see runs_beside

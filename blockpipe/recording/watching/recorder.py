@@ -84,7 +84,7 @@ class Recorder:
         self.held: dict[int, TensorInfo] = {}
         self.stand_ins: Mapping[int, Tensor] = {}  # see RecordRequest
         self.reads: dict[int, set[int]] = {}  # id of a call → hops its parameters live on
-        self.checkpointed_in, self.leaving = list[Call | None](), list[Call]()
+        self.checkpointed_in, self.opens = list[Call | None](), dict[str, list[Call]]()
         self.sets: list[tuple[str, Call | None, str]] = []
         self.carries: list[tuple[str, Call | None, str]] = []  # reads of what the last one has set
         self.backward_code = BackwardCode()

@@ -42,7 +42,7 @@ from ..plan_resolution import Stages
 from ..reads import NamesRead
 from ..recording import Recording
 from ..sample import RecordRequest
-from ..sealing import calls_that_leave_tensors, conclude
+from ..sealing import LEAVES, MAY_READ, calls_that_leave_tensors, conclude
 from ..shared_changes import SharedChanges
 from .backward_code import CalledInBackward, NodeHooksSeen, check_several, tensors_bound_to
 from .costs import note_split_backwards, roots_of
@@ -93,7 +93,7 @@ def run_watched(
         _note_code_beside(request, recorder, values)
         _note_state(model, recorder, values, [*holders, *request.modes])
         found = calls_that_leave_tensors(model, output, recorder, request.loss_fn)
-        recorder.leaving = [*found]
+        recorder.opens[LEAVES] = [*found]
         _note_tensors(recorder, values, versions)
         result.shared_changes += _draws(model, recorder, values)
     finally:
@@ -282,6 +282,8 @@ def _note_tensors(
     result, missed = recorder.result, [*values.missed.shared(forward)]
     result.read_by_loss |= dict.fromkeys(values.tensors.read_by_loss(forward))
     result.shared_changes += [*values.tensors.shared(forward), *missed]
+    result.may_write = values.missed.may_write(forward)
+    recorder.opens[MAY_READ] = [*values.untaken.calls(forward)]
     if not missed:
         by_size = values.missed.shared_by_size(forward)
         result.turns_by_size = result.turns_by_size or by_size
@@ -357,6 +359,7 @@ def _note_state(
     result.turning = [*turning_values(known, reads, values.first)]
     result.outside = recorder.outside_tensors.found()
     result.sets, result.changed = {**recorder.outside.sets, **values.sets}, recorder.outside.places
+    result.only_read = known.only_read()
     result.switches = recorder.changes.switches
     result.collects = recorder.outside.collects or values.known.looks_up
     result.unread = set(_unread(model, reads))

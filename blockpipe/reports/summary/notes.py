@@ -61,6 +61,8 @@ def _on_parameters(recording: Recording) -> Iterator[str]:
     if recording.given_at:
         where = short(recording.given_at)
         yield f"steps run in one thread: the next one may use another number at {where}"
+    if recording.written_late:
+        yield f"steps run in one thread: one has written {recording.written_late}"
     unused = [info.name for info in recording.unused]
     if unused:
         left = len(unused) - _MOST_NAMES

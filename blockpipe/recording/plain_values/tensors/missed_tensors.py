@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor
 
-from ...entries import SharedChange
+from ...entries import SharedChange, TensorInfo
 from ..evaluation.expressions import Frame
 from ..evaluation.members import UNKNOWN
 from ..known_values import KnownValues
@@ -53,7 +53,7 @@ class MissedTensors:
             hop: the hop that it is on.
         """
         by_size, found = self._known_values.is_of_other_sizes, [*accesses]
-        if not by_size and self._is_closed(found[0].node, frame):
+        if not by_size and self.is_closed(found[0].node, frame):
             return False
         for access in found:
             line = frame.line_of(access.node)
@@ -76,9 +76,9 @@ class MissedTensors:
             still.f_lineno = accesses[0].node.lineno
             self.note(accesses, Frame(still, {}, None), hop)  # type: ignore[arg-type]
 
-    def _is_closed(self, node: ast.expr, frame: Frame) -> bool:
-        """Whether a condition around code is known to hold for all data, and keeps it from
-        running."""
+    def is_closed(self, node: ast.expr, frame: Frame) -> bool:
+        """Return whether a condition around code is known to be the same for all data, and keeps
+        it from running."""
         for condition in conditions_of(frame.code):
             asked_for = condition.asked_for(node)
             if asked_for is not None and self._decided(condition.test, frame) is (not asked_for):
@@ -125,6 +125,12 @@ class MissedTensors:
         """
         uses = (known for (_, by_size), known in self._known.items() if not by_size)
         return self._shared(uses, forward)
+
+    def may_write(self, forward: ForwardsTensors) -> set[str]:
+        """Return the names of the parameters and buffers that such branches write."""
+        uses = (known for (_, by_size), known in self._known.items() if not by_size)
+        found = ((forward.told(known.owner)[1], known) for known in forward.merged(uses))
+        return {info.name for info, known in found if known.set_on and isinstance(info, TensorInfo)}
 
     def shared_by_size(self, forward: ForwardsTensors) -> str:
         """Return the line that uses what another hop writes if micro-batches of other sizes come;

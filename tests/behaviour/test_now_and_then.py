@@ -1,0 +1,156 @@
+"""What a forward writes, or reads, only now and then, by conditions that no recording shows."""
+
+import copy
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import blockpipe as bp
+from blockpipe.errors import StateError
+
+from ..parity import assert_same_gradients, plain_step
+from ..stage_devices import assert_close, stages
+
+X = torch.randn(8, 4)
+
+
+class Encoder(nn.Module):
+    """Refreshes what it keeps when its history is full."""
+
+    def __init__(self, what: str, every: int) -> None:
+        super().__init__()
+        self.layer, self.what, self.every = nn.Linear(4, 4), what, every
+        self.history: list[Tensor] = []
+        self.register_buffer("anchor", torch.zeros(4))
+        self.scale, self.plain, self.held = 0.0, torch.zeros(4), [torch.zeros(4)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x).tanh()
+        self.history.append(h.detach().mean(0))
+        if len(self.history) == self.every:
+            mean = torch.stack(self.history).mean(0)
+            self.history.clear()
+            getattr(self, self.what)(mean)
+        return h
+
+    def buffer(self, mean: Tensor) -> None:
+        self.anchor.copy_(mean)
+
+    def number(self, mean: Tensor) -> None:
+        self.scale = mean.sum().item()
+
+    def attribute(self, mean: Tensor) -> None:
+        self.plain.copy_(mean)
+
+    def element(self, mean: Tensor) -> None:
+        self.held[0].copy_(mean)
+
+
+READS: dict[str, Callable[[Encoder], Any]] = {
+    "buffer": lambda encoder: encoder.anchor.clone(),
+    "number": lambda encoder: encoder.scale,
+    "attribute": lambda encoder: encoder.plain.clone(),
+    "element": lambda encoder: encoder.held[0].clone(),
+}
+
+
+class Decoder(nn.Module):
+    """Reads what the encoder keeps, always or now and then."""
+
+    def __init__(self, encoder: Encoder, read: Callable[[Encoder], Any], every: int = 1) -> None:
+        super().__init__()
+        self.layer, self.encoder, self.read = nn.Linear(4, 4), [encoder], read
+        self.turns, self.seconds = [*(every - 1) * [False], True], 0.0
+
+    def forward(self, h: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        h = self.layer(h)
+        now, self.turns = self.turns[0], [*self.turns[1:], self.turns[0]]
+        if now:
+            h = h * (1 + self.read(self.encoder[0]))
+        return h
+
+
+def _net(encoder: Encoder, decoder: Decoder) -> nn.Module:
+    return bp.begin_blocks(nn.Sequential(encoder, decoder), {"1": 1})
+
+
+def _trains_alike(pipe: bp.Pipeline, net: nn.Module, plain: nn.Module, steps: int) -> None:
+    for _ in range(steps):
+        for model in (net, plain):
+            model.zero_grad()
+        loss = pipe.forward_backward(X, target=X, loss_fn=mse_loss).loss
+        assert_close(loss, plain_step(plain, (X,), {}, X, mse_loss, 4))
+        assert_same_gradients(net, plain)
+
+
+@pytest.mark.cpu("the host's tensors are read by the other stage as they are")
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("what", READS)
+def test_what_is_written_now_and_then_for_another_stage_is_refused(what: str, schedule: str):
+    """The recording of the step's own micro-batches showed no such write either, and that was all:
+    from the tenth micro-batch on, the second stage read later ones' without a word."""
+    encoder = Encoder(what, 10)
+    net = _net(encoder, Decoder(encoder, READS[what]))
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule=schedule)
+    _trains_alike(pipe, net, plain, 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            pipe.forward_backward(X, target=X, loss_fn=mse_loss)
+            told = " ".join(str(one.message) for one in caught)
+        except StateError as error:
+            told = str(error)
+    assert "was written during the step by code that no recording shows" in told
+    plain_step(plain, (X,), {}, X, mse_loss, 4)
+    _trains_alike(pipe, net, plain, 6)  # one by one
+
+
+@pytest.mark.cpu("the host's tensors are read by the other stage as they are")
+@pytest.mark.parametrize("what", ["buffer", "number", "attribute"])
+def test_what_is_written_now_and_then_by_its_own_module_is_fine(what: str) -> None:
+    class Own(Encoder):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (1 + READS[what](self))
+
+    net = bp.begin_blocks(nn.Sequential(Own(what, 10), nn.Linear(4, 4)), {"1": 1})
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule="gpipe")
+    _trains_alike(pipe, net, plain, 6)
+
+
+class Leaves(nn.Module):
+    """Leaves a tensor in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.feature = nn.Linear(4, 4), torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x).tanh()
+        self.feature = h.detach().mean(0)
+        return h
+
+
+@pytest.mark.cpu("how far the first stage comes is a matter of timing there")
+@pytest.mark.parametrize("every", [1, 5])
+def test_a_tensor_that_is_read_now_and_then_is_the_micro_batchs_own(every: int) -> None:
+    """Both modules stayed on their stages, so that nobody saw which micro-batch's it read."""
+    encoder = Leaves()
+    decoder = Decoder(encoder, lambda encoder: encoder.feature, every)
+    net, decoder.seconds = _net(encoder, decoder), 0.05
+
+    def train() -> None:
+        for _ in range(4):
+            pipe.forward_backward(X, target=X, loss_fn=mse_loss)
+
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule="gpipe")
+    with pytest.raises(StateError, match=r"belongs to micro-batch \d of this step"):
+        train()
