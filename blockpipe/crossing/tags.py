@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .._torch.graph import PythonNode
+from .._torch.pickles import leave_out
 from .._torch.tensors import version_of
 from ..devices.copies import PendingCopy
 from ..devices.ownership import copying
@@ -31,6 +32,9 @@ UNCUT = (
     "use schedule='uncut' (one ordinary graph, one micro-batch at a time), "
     "or put both operations on one stage"
 )
+
+
+leave_out("_blockpipe_")
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)

@@ -40,6 +40,10 @@ _OF_OTHERS_TENSOR = (
 )
 _OF_BACKWARDS = "keep one for each stage, set it between steps"
 _OF_VARIABLE = "count in an attribute of the model: each micro-batch has a context of its own"
+_OF_ORDER = (
+    "other micro-batches come in between, so that these updates have another order than the plain "
+    "loop's: keep a value for each call"
+)
 _OF_UPDATE = (
     "another stage may come in between the read and the write, and its update is lost: compute "
     "first what is added, in a statement of its own, and keep the value in a dictionary or in an "
@@ -357,9 +361,13 @@ class KnownValues:
         return member_of(known.owner, known.key)
 
     def _lost(self, known: SharedValue, result: Recording) -> SharedChange | None:
-        """The change of a value that several stages update, if one may lose another's update."""
+        """The change of a value that several stages update, if one may lose another's update; or
+        several hops of one stage, if the order of updates counts."""
         updates = [k for k in (known, *self._of_all(known)) if k.lost_on & known.set_on]
         stages = {result.hops[hop].stage for hop in hops_of(known.set_on)}
+        if len(stages) < 2 and len(known.set_on & known.ordered_on) > 1:
+            where, name = known.first_write, self._named(known)
+            return shared_change(known, name, known.ordered_on, where, _OF_ORDER)
         if not updates or len(stages) < 2:  # the hops of one stage run in one thread
             return None
         if min(known.set_on) >= 0 and self._tells_itself(known, known.counted_on, result):

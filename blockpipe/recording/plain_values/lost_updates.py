@@ -38,7 +38,45 @@ def read_how(access: Access, frame: Frame, is_lasting: Callable[[Any], bool]) ->
     """
     kept = None if access.stored_in is None else frame.evaluated(access.stored_in)
     stores = kept is not None and (isinstance(kept, Tensor) or is_lasting(kept))
-    return {"counts": access.counts, "loses": may_lose(access, frame), "stores": stores}
+    how = {"counts": access.counts, "loses": may_lose(access, frame), "stores": stores}
+    return how | {"ordered": is_ordered(access)}
+
+
+def is_ordered(access: Access) -> bool:
+    """Return whether a value that goes back to its place depends on the order of its updates:
+    ``0.9 * n + 0.1 * x`` does, ``n + x`` and ``max(n, x)`` do not."""
+    whole, own = access.goes_back_by, ast.dump(access.node).replace("Store()", "Load()")
+    if whole is None or any(map(_is_clock, ast.walk(whole))):
+        return False
+    its_own = {id(p) for n in ast.walk(whole) if _is(n, own) for p in ast.walk(n)}
+    beside = (part for part in ast.walk(whole) if id(part) not in its_own)
+    if not any(isinstance(part, ast.Name | ast.Call) for part in beside):
+        return False  # each of them is the same
+    kinds = {_kind(node) for node in ast.walk(whole) if _holds(node, own)} - {None}
+    is_augmented = isinstance(getattr(access.node, "ctx", None), ast.Store)
+    return len(kinds) > 1 or (bool(kinds) and is_augmented) or ast.operator in kinds
+
+
+def _holds(node: ast.AST, own: str) -> bool:
+    """Whether an expression has the value in it."""
+    return any(_is(part, own) for part in ast.walk(node))
+
+
+def _is(node: ast.AST, own: str) -> bool:
+    return isinstance(node, ast.expr) and ast.dump(node) == own
+
+
+def _kind(node: ast.AST) -> type[ast.operator] | None:
+    """Return one operator for all of those that may follow each other in any order; the class of
+    all of them for those that may not; ``None``: it is no operator."""
+    if not isinstance(node, ast.BinOp):
+        return None
+    alike: dict[type[ast.operator], type[ast.operator]] = {
+        **dict.fromkeys((ast.Add, ast.Sub), ast.Add),
+        **dict.fromkeys((ast.Mult, ast.Div), ast.Mult),
+        **{one: one for one in (ast.BitOr, ast.BitAnd, ast.BitXor)},
+    }
+    return alike.get(type(node.op), ast.operator)
 
 
 def may_lose(access: Access, frame: Frame) -> bool:

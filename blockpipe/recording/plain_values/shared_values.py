@@ -392,7 +392,7 @@ class SharedValues:
         known.is_found(hop, frame.line)
         known.is_read_outside = known.is_read_outside or self._still is not None
         if counts:
-            known.is_counted(hop, frame.line, loses=how.get("loses", False))
+            known.is_counted(hop, frame.line, how)
             return
         known.is_read(hop, frame.line, self._calls(), stores=how.get("stores", False))
         if not is_its_own and self._checkpoints.of(frame.frame) is not None:

@@ -34,6 +34,7 @@ class SharedValue:
     counted_on: set[int] = field(default_factory=set)
     lost_on: set[int] = field(default_factory=set)  # what others set there, an update may lose
     first_loss: str = ""
+    ordered_on: set[int] = field(default_factory=set)  # where the order of its updates counts
     is_carried: bool = False  # what one forward leaves there the next one reads
     is_traced: bool = False  # whether the user's own code sets it
     is_constant: bool = True  # all values that it is set to may be equal in each forward
@@ -87,6 +88,7 @@ class SharedValue:
             read_on=self.read_on | other.read_on,
             counted_on=self.counted_on | other.counted_on,
             lost_on=self.lost_on | other.lost_on,
+            ordered_on=self.ordered_on | other.ordered_on,
             is_carried=self.is_carried or other.is_carried,
             is_constant=self.is_constant and other.is_constant,
             remedy=self.remedy or other.remedy,
@@ -120,10 +122,11 @@ class SharedValue:
             return False
         return self.made_on.isdisjoint(map(stage_of, apart))
 
-    def is_counted(self, hop: int, line: str, *, loses: bool) -> None:
-        """Note that code on a hop reads it only to update it."""
+    def is_counted(self, hop: int, line: str, how: Mapping[str, bool]) -> None:
+        """Note that code on a hop reads it only to update it, as :func:`read_how` says."""
         self.counted_on.add(hop)
-        if loses:
+        self.ordered_on |= {hop} if how.get("ordered") else set()
+        if how.get("loses"):
             self.lost_on.add(hop)
             self.is_constant = False
             self.first_loss = self.first_loss or line

@@ -260,3 +260,68 @@ def test_a_buffer_when_it_is_added_to_in_place_is_no_value_that_is_set(add) -> N
     for part in x.to(stages(1)[0]).chunk(4):
         plain(part)
     assert_close(net.load, plain.load)
+
+
+class Twice(nn.Module):
+    """One stage, to which the forward comes back, keeps a number that nobody reads there."""
+
+    def __init__(self, note: Callable[["Twice", float], None]) -> None:
+        super().__init__()
+        self.a, self.b, self.note, self.kept = nn.Linear(4, 4), nn.Linear(4, 4), note, 0.0
+
+    def seen(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        self.note(self, float(h.shape[0]))
+        return h
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.seen(x)
+        with bp.Block(stage=1):
+            h = self.b(h)
+        with bp.Block(stage=0):
+            return self.seen(h)
+
+
+def _averages(net: Twice, value: float) -> None:
+    net.kept = 0.9 * net.kept + 0.1 * value
+
+
+def _approaches(net: Twice, value: float) -> None:
+    net.kept += 0.1 * (value - net.kept)
+
+
+def _halves(net: Twice, value: float) -> None:
+    net.kept = (net.kept + value) / 2
+
+
+def _adds(net: Twice, value: float) -> None:
+    net.kept = value + net.kept - 1
+
+
+def _is_largest(net: Twice, value: float) -> None:
+    net.kept = max(net.kept, value)
+
+
+def _grows(net: Twice, value: float) -> None:
+    net.kept = net.kept * 1.5 + 1
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("note", [_averages, _approaches, _halves], ids=lambda note: note.__name__)
+def test_updates_whose_order_counts_on_hops_of_one_stage_are_refused(note, schedule) -> None:
+    """They came in the order of the lane: all first calls, and then all second ones."""
+    pipe = bp.Pipeline(Twice(note), devices=stages(2), chunks=2, schedule=schedule)
+    with pytest.raises(StateError, match=r"kept on hops \[0, 2\].*and reads it on hops \[0, 2\]"):
+        pipe.forward_backward(torch.randn(4, 4), loss_fn=torch.sum)
+
+
+@pytest.mark.parametrize("note", [_adds, _is_largest, _grows], ids=lambda note: note.__name__)
+def test_updates_of_any_order_on_hops_of_one_stage_are_fine(note) -> None:
+    net, x = Twice(note), torch.randn(4, 4)
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2, schedule="gpipe")
+    pipe.forward_backward(x, loss_fn=torch.sum)
+    for part in x.chunk(2):
+        plain(part)
+    assert net.kept == pytest.approx(plain.kept)
