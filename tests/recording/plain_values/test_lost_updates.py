@@ -312,7 +312,9 @@ def _grows(net: Twice, value: float) -> None:
 def test_updates_whose_order_counts_on_hops_of_one_stage_are_refused(note, schedule) -> None:
     """They came in the order of the lane: all first calls, and then all second ones."""
     pipe = bp.Pipeline(Twice(note), devices=stages(2), chunks=2, schedule=schedule)
-    with pytest.raises(StateError, match=r"kept on hops \[0, 2\].*and reads it on hops \[0, 2\]"):
+    with pytest.raises(
+        StateError, match=r"'kept' of the model on hops \[0, 2\].*and reads it on hops \[0, 2\]"
+    ):
         pipe.forward_backward(torch.randn(4, 4), loss_fn=torch.sum)
 
 
