@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import types
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from torch import nn
 
@@ -30,6 +30,31 @@ from .watched.watched_values import MOST_VALUES, Change
 
 _log = logging.getLogger(__name__)
 _MOST = 16  # recordings for values; a guess
+
+
+class _Late(NamedTuple):
+    """A tensor or a value that a step has written by code that no recording shows.
+
+    Attributes:
+        name: of it.
+        path: of the module that it is on, if it is one's.
+        read_on: the hops that read it.
+        set_on: the hops on which, as the source tells, a branch may write it.
+    """
+
+    name: str
+    path: str | None
+    read_on: set[int]
+    set_on: set[int]
+
+    def writers(self, on: Mapping[str, set[int]]) -> set[int]:
+        """Return the hops that may have written it, given those on which each module runs."""
+        return self.set_on or (on.get(self.path, set()) if self.path else set())
+
+    def is_of_others(self, on: Mapping[str, set[int]]) -> bool:
+        """Return whether another hop has written it for sure."""
+        found = self.writers(on)
+        return bool(found) and found.isdisjoint(self.read_on)
 
 
 class SecondLooks:
@@ -94,8 +119,7 @@ class SecondLooks:
             latest = found
         left, self._ahead = self._ahead, []
         if self._left >= 0:
-            read = ((change, _read_on(change, latest)) for change in left)
-            self._note_late({self._place(change): hops for change, hops in read}, latest)
+            self._note_late([self._late_value(change, latest) for change in left], latest)
 
     def at_tensors(
         self,
@@ -125,32 +149,46 @@ class SecondLooks:
                 )
         except StateError as error:
             _refuse([*written], "written", error)
-        late = {n: hops for n, hops in written.items() if not _shows_write(found, n)}
-        self._note_late({_split(name): hops for name, hops in late.items()}, found)
+        late = (name for name in written if not _shows_write(found, name))
+        self._note_late([self._late_tensor(n, written[n], found) for n in late], found)
 
-    def _place(self, change: Change) -> tuple[str | None, str]:
-        """Return the path of the module that a value is on, if it is one's, and its name."""
+    def _late_tensor(self, name: str, read_on: Iterable[int], found: Recording) -> _Late:
+        path, _, key = name.rpartition(".")
+        module = dict(self._model.named_modules()).get(path)
+        set_on = set[int]() if module is None else _at(found.may_set, module, key)
+        value = None if module is None else vars(module).get(key)
+        own = {h.name for h in (*found.parameters, *found.buffers) if name in h.names}
+        for outside in found.outside:
+            is_it = outside.tensor is not None and value is not None and outside.tensor() is value
+            begins = f"{outside.name} ({outside.where}"
+            own |= {begins} if is_it or name.startswith(begins) else set()
+        set_on = set_on.union(*(found.may_write.get(one, ()) for one in own))
+        return _Late(name, path or None, {*read_on}, set_on)
+
+    def _late_value(self, change: Change, found: Recording) -> _Late:
         owner, key = change.holder.owner, _name(change.key)
         paths = {id(module): path for path, module in self._model.named_modules()}
-        return paths.get(id(owner)), in_words(owner, key, paths)
+        name = in_words(owner, key, paths)
+        return _Late(
+            name,
+            paths.get(id(owner)),
+            _at(found.only_read, owner, key),
+            _at(found.may_set, owner, key),
+        )
 
-    def _note_late(
-        self, places: Mapping[tuple[str | None, str], Sequence[int]], found: Recording
-    ) -> None:
-        """Note what a step has written by code that no recording shows, and what a stage reads. A
-        module that runs on that hop alone writes its own.
+    def _note_late(self, places: Sequence[_Late], found: Recording) -> None:
+        """Note what a step has written by code that no recording shows, and what a stage reads.
+        Where the source tells of no branch that writes it, a module writes its own.
 
         Raises:
-            StateError: it is a module's that runs on other hops.
+            StateError: another hop writes it.
         """
         on = hops_by_path(found.calls)
-        own = {place: on.get(place[0], set()) if place[0] else set() for place in places}
-        late = [p for p, hops in places.items() if hops and own[p] != {*hops}]
+        late = [one for one in places if one.read_on and one.writers(on) != one.read_on]
         if not late:
             return
-        named = (n if p is None or n.startswith(p) else f"{p}.{n}" for p, n in late)
-        names = ", ".join(named)
-        hops = sorted({hop for place in late for hop in places[place]})
+        names = ", ".join(one.name for one in late)
+        hops = sorted(set[int]().union(*(one.read_on for one in late)))
         self.written_late = self.written_late or names
         text = (
             f"{names} was written during the step by code that no recording shows, as in a branch "
@@ -158,7 +196,7 @@ class SecondLooks:
             "micro-batches run one by one; write it between steps, or on the stage that reads it, "
             f"or use schedule='sequential' ({users_line()})"
         )
-        if any(own[place] and own[place].isdisjoint(places[place]) for place in late):
+        if any(one.is_of_others(on) for one in late):
             raise StateError(
                 text.format(
                     "micro-batches under way at once have mixed in it, and this step's gradients "
@@ -216,26 +254,17 @@ def _is_known(change: Change, recording: Recording) -> bool:
     return not recording.changed.isdisjoint({(id(owner), _name(key)), (id(owner), None)})
 
 
-def _read_on(change: Change, recording: Recording) -> Sequence[int]:
-    """Return the hops that read a value which none of the recorded code sets."""
-    owner, key = change.holder.owner, _name(change.key)
-    if isinstance(owner, types.FunctionType):
-        found = (hops for (_, name), hops in recording.only_read.items() if name == key)
-        return next(found, [])
-    read = recording.only_read
-    return read.get((id(owner), key)) or read.get((id(owner), None)) or []
-
-
-def _split(name: str) -> tuple[str, str]:
-    """Return the path of the module that has a tensor of a name, and its name there."""
-    path, _, own = name.rpartition(".")
-    return path, own
+def _at(places: Mapping[tuple[int, Any], Iterable[int]], owner: Any, key: Any) -> set[int]:
+    """Return the hops that a recording has for a place, and for the content that it is in."""
+    if isinstance(owner, types.FunctionType):  # a variable, which several functions read
+        return {hop for (_, name), hops in places.items() if name == key for hop in hops}
+    return {hop for one in (key, None) for hop in places.get((id(owner), one), ())}
 
 
 def _shows_write(recording: Recording, name: str) -> bool:
-    """Return whether a recording shows a write to a tensor, or that code may write it there."""
+    """Return whether a recording shows a write to a tensor."""
     held = (h for h in (*recording.parameters, *recording.buffers) if name in h.names)
-    if name in recording.changing or any(h.written or h.name in recording.may_write for h in held):
+    if name in recording.changing or any(h.written for h in held):
         return True
     return any(o.written and name.startswith(f"{o.name} ({o.where};") for o in recording.outside)
 

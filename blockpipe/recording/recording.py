@@ -96,8 +96,10 @@ class Recording:
     only_read: dict[tuple[int, Any], list[int]] = field(default_factory=dict, repr=False)
     """The places that it reads and, as far as its code tells, never sets: likewise, with the hops
     that read them."""
-    may_write: set[str] = field(default_factory=set, repr=False)
-    """The parameters and buffers that a branch which was not taken writes, where the hop reads."""
+    may_set: dict[tuple[int, Any], set[int]] = field(default_factory=dict, repr=False)
+    """The places that a branch which was not taken sets, likewise, with its hops."""
+    may_write: dict[str, set[int]] = field(default_factory=dict, repr=False)
+    """The tensors that such a branch writes, by their names, with its hops."""
     switches: bool = False  # whether it sets switches of torch or the process for a while
     changes_process: bool = False  # where it prints to, or what it warns of, for a while
     writes_inputs: bool = False  # whether it writes in place to its arguments

@@ -114,7 +114,7 @@ def test_what_is_written_now_and_then_for_another_stage_is_refused(what: str, sc
 
 
 @pytest.mark.cpu("the host's tensors are read by the other stage as they are")
-@pytest.mark.parametrize("what", ["buffer", "number", "attribute"])
+@pytest.mark.parametrize("what", READS)
 def test_what_is_written_now_and_then_by_its_own_module_is_fine(what: str) -> None:
     class Own(Encoder):
         def forward(self, x: Tensor) -> Tensor:
@@ -124,6 +124,39 @@ def test_what_is_written_now_and_then_by_its_own_module_is_fine(what: str) -> No
     plain = copy.deepcopy(net)
     pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule="gpipe")
     _trains_alike(pipe, net, plain, 6)
+
+
+class Writer(nn.Module):
+    """Refreshes what another stage's module keeps and reads."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        super().__init__()
+        self.layer, self.encoder, self.history = nn.Linear(4, 4), [encoder], list[Tensor]()
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = self.layer(h)
+        self.history.append(h.detach().mean(0))
+        if len(self.history) == 6:
+            getattr(self.encoder[0], self.encoder[0].what)(self.history.pop())
+            self.history.clear()
+        return h
+
+
+@pytest.mark.cpu("the host's tensors are written by the other stage as they are")
+@pytest.mark.parametrize("what", READS)
+def test_what_another_stage_writes_now_and_then_is_refused(what: str) -> None:
+    """A module that reads what is its own may not be the one that writes it."""
+
+    class Own(Encoder):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * (1 + READS[what](self))
+
+    own = Own(what, 0)
+    net = bp.begin_blocks(nn.Sequential(own, Writer(own)), {"1": 1})
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule="gpipe")
+    pipe.forward_backward(X, target=X, loss_fn=mse_loss)
+    with pytest.raises(StateError, match=r"was written during the step by code that no rec"):
+        pipe.forward_backward(X, target=X, loss_fn=mse_loss)
 
 
 class Leaves(nn.Module):

@@ -28,7 +28,7 @@ from .syntax.accesses import Access, branches_of, sources_of, tests_of, turns_of
 from .syntax.branches import Turn
 from .syntax.effects import ASKS_SHAPE, name_called
 from .tensors.missed_tensors import MissedTensors
-from .tensors.untaken_reads import UntakenReads
+from .tensors.untaken_branches import UntakenBranches
 
 # A recording finds the same ones of these, whatever the data.
 _OF_NO_DATA = (
@@ -67,7 +67,7 @@ class MissedBranches:
         note: Callable[[Iterable[Access], types.FrameType, int], None],
         note_still: Callable[[StillFrame, int], None],
         tensors: MissedTensors,
-        untaken: UntakenReads,
+        untaken: UntakenBranches,
         *,
         call: Callable[[], Call | None],
         fake: bool,

@@ -73,7 +73,7 @@ from .syntax.uses import Use
 from .taken_in import TakenIn
 from .tensors.missed_tensors import MissedTensors
 from .tensors.tensor_uses import TensorUses
-from .tensors.untaken_reads import UntakenReads
+from .tensors.untaken_branches import UntakenBranches
 from .values import ApartRun, back, frozen
 
 _OF_GENERATOR = "give each stage a generator of its own, or draw the numbers before the forward"
@@ -135,7 +135,7 @@ class SharedValues:
         self._classes = ClassesKept(modules)
         self._pending = PendingWrites(self.known, fake=fake)
         note, still = partial(SharedValues._note_all, itself, over=True), SharedValues._note_still
-        self.missed, self.untaken = MissedTensors(self.known), UntakenReads(self.known)
+        self.missed, self.untaken = MissedTensors(self.known), UntakenBranches(self.known)
         beside = note, partial(still, itself), self.missed, self.untaken
         self._branches = MissedBranches(self.known, self.sizes, *beside, call=call, fake=fake)
         self._checkpoints, self._collecting = CheckpointedFrames(), CollectingGarbage()

@@ -282,7 +282,7 @@ def _note_tensors(
     result, missed = recorder.result, [*values.missed.shared(forward)]
     result.read_by_loss |= dict.fromkeys(values.tensors.read_by_loss(forward))
     result.shared_changes += [*values.tensors.shared(forward), *missed]
-    result.may_write = values.missed.may_write(forward)
+    result.may_write = values.untaken.writes(forward)
     recorder.opens[MAY_READ] = [*values.untaken.calls(forward)]
     if not missed:
         by_size = values.missed.shared_by_size(forward)
@@ -359,7 +359,7 @@ def _note_state(
     result.turning = [*turning_values(known, reads, values.first)]
     result.outside = recorder.outside_tensors.found()
     result.sets, result.changed = {**recorder.outside.sets, **values.sets}, recorder.outside.places
-    result.only_read = known.only_read()
+    result.only_read, result.may_set = known.only_read(), dict(values.untaken.sets)
     result.switches = recorder.changes.switches
     result.collects = recorder.outside.collects or values.known.looks_up
     result.unread = set(_unread(model, reads))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor
 
-from ...entries import SharedChange, TensorInfo
+from ...entries import SharedChange
 from ..evaluation.expressions import Frame
 from ..evaluation.members import UNKNOWN
 from ..known_values import KnownValues
@@ -125,12 +125,6 @@ class MissedTensors:
         """
         uses = (known for (_, by_size), known in self._known.items() if not by_size)
         return self._shared(uses, forward)
-
-    def may_write(self, forward: ForwardsTensors) -> set[str]:
-        """Return the names of the parameters and buffers that such branches write."""
-        uses = (known for (_, by_size), known in self._known.items() if not by_size)
-        found = ((forward.told(known.owner)[1], known) for known in forward.merged(uses))
-        return {info.name for info, known in found if known.set_on and isinstance(info, TensorInfo)}
 
     def shared_by_size(self, forward: ForwardsTensors) -> str:
         """Return the line that uses what another hop writes if micro-batches of other sizes come;

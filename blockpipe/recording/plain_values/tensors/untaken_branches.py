@@ -1,22 +1,26 @@
-"""What branches that were not taken would read of other hops, whatever their conditions are.
+"""What branches that were not taken would read and write, whatever their conditions are.
 
 A tensor says which micro-batch it is of where its operations are seen. So calls that leave one, or
-may read one in another forward, have to be looked into.
+may read one in another forward, have to be looked into. And if a step has written something by a
+branch that no recording takes, the source says on which hops that may be.
 """
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
 
 from ...calls import Call
+from ...entries import TensorInfo
 from ..evaluation.expressions import Frame
-from ..evaluation.members import UNKNOWN
+from ..evaluation.members import ALL, UNKNOWN
 from ..known_values import KnownValues
-from ..places import has_tensors
+from ..places import has_tensors, space_of
 from ..still_code import StillFrame
 from ..syntax.accesses import Access, accesses_of
+from ..syntax.uses import Use
 from ..values import hops_of
 from .tensor_uses import ForwardsTensors
 from .used_tensors import uses_of
@@ -24,20 +28,25 @@ from .used_tensors import uses_of
 _Read = tuple[int, Call | None]  # the hop and the innermost call
 
 
-class UntakenReads:
-    """The reads in such branches of one forward.
+class UntakenBranches:
+    """The reads and writes in such branches of one forward.
 
     Args:
         known: the values that the forward has read and set.
+
+    Attributes:
+        sets: the hops that may set the value at a place, by its object's id and its key.
     """
 
     def __init__(self, known: KnownValues) -> None:
         self._known = known
+        self.sets = defaultdict[tuple[int, Any], set[int]](set)
+        self._written = list[tuple[Tensor, int]]()
         self._places: list[tuple[Any, Any, _Read]] = []
         self._tensors: list[tuple[Tensor, _Read]] = []
 
     def note(self, accesses: Iterable[Access], frame: Frame, read: _Read) -> None:
-        """Note what an instruction would read.
+        """Note what an instruction would read or write.
 
         Args:
             accesses: its accesses.
@@ -45,16 +54,21 @@ class UntakenReads:
             read: the hop, and the innermost call, that the frame was in.
         """
         for access in accesses:
-            if access.is_said or not access.reads:
+            if access.is_said:
                 continue
             with contextlib.suppress(Exception):  # of an object that cannot be looked at
                 owner, key, _ = frame.owner_of(access)
                 if owner is not None and key is not UNKNOWN:
-                    self._places.append((owner, key, read))
-                self._tensors += ((use.tensor, read) for use in uses_of(access, frame) if use.reads)
+                    if access.reads:
+                        self._places.append((owner, key, read))
+                    if access.writes or access.use in (Use.WRITE, Use.BOTH):
+                        self.sets[space_of(owner), None if key is ALL else key].add(read[0])
+                uses = [*uses_of(access, frame)]
+                self._tensors += ((use.tensor, read) for use in uses if use.reads)
+                self._written += ((use.tensor, read[0]) for use in uses if use.writes)
 
     def note_still(self, still: StillFrame, read: _Read) -> None:
-        """Note what a function would read that such a branch calls."""
+        """Note what a function would do that such a branch calls."""
         for accesses in accesses_of(still.f_code).values():
             self.note(accesses, Frame(still, {}, None), read)  # type: ignore[arg-type]
 
@@ -75,3 +89,18 @@ class UntakenReads:
             _, info, is_written = forward.told(tensor)
             if call is not None and is_written and info is not None and {*info.hops} - {hop}:
                 yield call
+
+    def writes(self, forward: ForwardsTensors) -> dict[str, set[int]]:
+        """Return the hops that may write to a tensor, by its name, and of one that no module has
+        registered by its first line, too.
+
+        Args:
+            forward: as in :meth:`calls`.
+        """
+        found = defaultdict[str, set[int]](set)
+        for tensor, hop in self._written:
+            _, info, _ = forward.told(tensor)
+            if info is not None:
+                is_held = isinstance(info, TensorInfo)
+                found[info.name if is_held else f"{info.name} ({info.where}"].add(hop)
+        return dict(found)
