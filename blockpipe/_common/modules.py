@@ -1,6 +1,7 @@
 """The tensors, paths and wrappers of a module of any class."""
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
@@ -120,6 +121,16 @@ class StandIn:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Do what the forward does, and more."""
         raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        """Answer as the forward does: its name, its code, the module (``__self__``)."""
+        if name == "forward":  # it is not set yet
+            raise AttributeError(name)
+        return getattr(self.forward, name)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.forward)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.forward, memo)

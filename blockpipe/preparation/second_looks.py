@@ -26,6 +26,7 @@ from ..restoring.holders import DictHolder
 from ..schedules.builders import ScheduleOption
 from ..weights.placement import Fingerprint
 from .shared_state import check_shared_state, opened_since
+from .watched.seen import UNSET, is_plain
 from .watched.watched_values import MOST_VALUES, Change
 
 _log = logging.getLogger(__name__)
@@ -117,7 +118,9 @@ class SecondLooks:
             if not self._ahead:
                 return
             latest = found
-        left, self._ahead = self._ahead, []
+        # What was not there before, a forward may have made when it first needed it.
+        left = [c for c in self._ahead if c.then is not UNSET and is_plain(c.then)]
+        self._ahead = []
         if self._left >= 0:
             self._note_late([self._late_value(change, latest) for change in left], latest)
 

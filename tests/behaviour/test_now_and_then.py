@@ -33,11 +33,13 @@ class Encoder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.layer(x).tanh()
         self.history.append(h.detach().mean(0))
-        if len(self.history) == self.every:
-            mean = torch.stack(self.history).mean(0)
-            self.history.clear()
-            getattr(self, self.what)(mean)
+        # No branch: which of two functions a table has.
+        {True: lambda: self.refresh(), False: lambda: None}[len(self.history) == self.every]()
         return h
+
+    def refresh(self) -> None:
+        getattr(self, self.what)(torch.stack(self.history).mean(0))
+        self.history.clear()
 
     def buffer(self, mean: Tensor) -> None:
         self.anchor.copy_(mean)
@@ -72,9 +74,7 @@ class Decoder(nn.Module):
         time.sleep(self.seconds)
         h = self.layer(h)
         now, self.turns = self.turns[0], [*self.turns[1:], self.turns[0]]
-        if now:
-            h = h * (1 + self.read(self.encoder[0]))
-        return h
+        return [lambda h: h, lambda h: h * (1 + self.read(self.encoder[0]))][now](h)
 
 
 def _net(encoder: Encoder, decoder: Decoder) -> nn.Module:
@@ -136,10 +136,12 @@ class Writer(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         h = self.layer(h)
         self.history.append(h.detach().mean(0))
-        if len(self.history) == 6:
-            getattr(self.encoder[0], self.encoder[0].what)(self.history.pop())
-            self.history.clear()
+        {True: lambda: self.refresh(), False: lambda: None}[len(self.history) == 6]()
         return h
+
+    def refresh(self) -> None:
+        getattr(self.encoder[0], self.encoder[0].what)(self.history.pop())
+        self.history.clear()
 
 
 @pytest.mark.cpu("the host's tensors are written by the other stage as they are")

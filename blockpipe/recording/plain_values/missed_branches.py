@@ -24,7 +24,15 @@ from .evaluation.sizes import Sizes
 from .known_values import KnownValues
 from .open_questions import any_open
 from .still_code import StillFrame, frames_of
-from .syntax.accesses import Access, branches_of, sources_of, tests_of, turns_of
+from .syntax.accesses import (
+    Access,
+    accesses_of,
+    branches_of,
+    handed_on,
+    sources_of,
+    tests_of,
+    turns_of,
+)
 from .syntax.branches import Turn
 from .syntax.effects import ASKS_SHAPE, name_called
 from .tensors.missed_tensors import MissedTensors
@@ -96,6 +104,7 @@ class MissedBranches:
             frame: the same frame, to evaluate in.
         """
         raised = self._raised.pop(id(running), None)
+        self._note_handed_on(hops, frame)
         missed = accesses.keys() - hops.keys()
         if not missed:
             return
@@ -118,6 +127,24 @@ class MissedBranches:
             self._untaken.note(accesses[offset], frame, (hop, call))
             for still in self._closed.behind(accesses[offset], frame, hop):
                 self._untaken.note_still(still, (hop, call))
+
+    def _note_handed_on(self, hops: Mapping[int, int], frame: Frame) -> None:
+        """Note what functions would do that a function names and does not call by these names, and
+        those that are written inside of it."""
+        read = max(hops.values()), self._call()
+        if any(isinstance(one, types.CodeType) for one in frame.code.co_consts):
+            names = frame.frame.f_globals, frame.frame.f_locals
+            for inner in StillFrame(frame.code, *names).inner():
+                self._untaken.note_still(inner, read)
+                around = Frame(inner, {}, None)  # type: ignore[arg-type]
+                for accesses in accesses_of(inner.f_code).values():
+                    for still in self._closed.behind(accesses, around, read[0]):
+                        self._untaken.note_still(still, read)
+        for node in handed_on(frame.code):
+            with contextlib.suppress(Exception):  # of an object that cannot be looked at
+                if isinstance(function := frame.bound(node), types.MethodType):
+                    for still in self._closed.of(function, read[0]):
+                        self._untaken.note_still(still, read)
 
     def _note_each(
         self,
@@ -205,7 +232,7 @@ class _MissedCalls:
     """Find the code behind accesses that did not run; for each hop once."""
 
     def __init__(self) -> None:
-        self._seen: set[tuple[int, int, int, bool]] = set()
+        self._seen = set[tuple[int, int, int, int, bool]]()
         self._kept: list[Any] = []  # so that no other object gets the id of one
 
     def behind(
@@ -222,11 +249,25 @@ class _MissedCalls:
         for access in accesses:
             with contextlib.suppress(Exception):  # of an object that cannot be looked at
                 function, given = _called(access, frame)
-                key = id(getattr(function, "__func__", function)), id(given), hop, by_size
-                if callable(function) and key not in self._seen:
-                    self._seen.add(key)
-                    self._kept += [function, given]
-                    yield from frames_of(function, given)
+                yield from self.of(function, hop, given, by_size=by_size)
+
+    def of(
+        self, function: Any, hop: int, given: Any = None, *, by_size: bool = False
+    ) -> Iterator[StillFrame]:
+        """Yield the frames of one function, if they are not known.
+
+        Args:
+            function: the function, or another object.
+            hop: the hop that it would run on.
+            given: its first argument.
+            by_size: whether only a micro-batch of another size calls it.
+        """
+        own = id(getattr(function, "__func__", function)), id(getattr(function, "__self__", None))
+        key = *own, id(given), hop, by_size
+        if callable(function) and key not in self._seen:
+            self._seen.add(key)
+            self._kept += [function, given]
+            yield from frames_of(function, given)
 
 
 def _called(access: Access, frame: Frame) -> tuple[Any, Any]:

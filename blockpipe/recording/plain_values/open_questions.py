@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..._common.libraries import has_users_code
 from .evaluation.expressions import Frame
+from .evaluation.members import ALL
 from .known_values import KnownValues
 from .still_code import frames_of
 from .syntax.accesses import Access, accesses_of, sources_of
@@ -52,7 +53,7 @@ def _is_set(node: ast.AST, frame: Frame, known: KnownValues) -> bool:
     such a value."""
     if isinstance(node, ast.Call):
         return name_called(node) in ASKS_CHANCE or _asks_for_set(node, frame, known)
-    if not isinstance(node, ast.Name | ast.Attribute):
+    if not isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
         return False
     return _sets(Access(node, reads=True, writes=False), frame, known)
 
@@ -73,10 +74,10 @@ def _asks_for_set(call: ast.Call, frame: Frame, known: KnownValues) -> bool:
 
 
 def _sets(access: Access, frame: Frame, known: KnownValues) -> bool:
-    """Whether forwards set the value that an access reads."""
-    owner, key, _ = frame.owner_of(access)
-    found = known.found_at(owner, key)
-    return found is not None and bool(found.set_on or found.counted_on)
+    """Whether forwards set the value that an access reads, or change its content."""
+    owner, key, value = frame.owner_of(access)
+    found = (known.found_at(owner, key), known.found_at(value, ALL))
+    return any(one is not None and (one.set_on or one.counted_on) for one in found)
 
 
 def _behind(questions: Iterable[ast.AST], frame: Frame) -> Iterator[ast.AST]:

@@ -130,7 +130,7 @@ def _watching_values(
     values.sizes.given(type(request.model).forward, (holder.owner for holder in of_batch))
     values.on_read = ReadBeside(recorder.key, here[0], recorder.calls.with_arguments).found
     values.indices = IndexUses(request.on_index)
-    values.missed.lasts = recorder.outlives
+    values.missed.lasts = values.untaken.lasts = recorder.outlives
 
     def look() -> None:
         recorder.look_outside()

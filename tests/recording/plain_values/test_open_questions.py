@@ -1,7 +1,9 @@
 """Conditions by what forwards count, wherever the function has them."""
 
 import copy
+import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +26,8 @@ class Encoder(nn.Module):
     def __init__(self, refresh: Refresh) -> None:
         super().__init__()
         self.layer, self.calls, self.last = nn.Linear(4, 4), 0, 1.0
-        self.refresh = refresh
+        self.refresh, self.seen = refresh, list[Any]()
+        self.turns = itertools.cycle([*4 * [False], True])
         self.register_buffer("anchor", torch.ones(4))
 
     def due(self) -> bool:
@@ -84,9 +87,20 @@ def _in_a_dictionary(encoder: Encoder, h: Tensor) -> None:
         encoder.put(h)
 
 
+def _by_a_length(encoder: Encoder, h: Tensor) -> None:
+    encoder.seen.append(h.shape)
+    if len(encoder.seen) % 5 == 0:
+        encoder.put(h)
+
+
+def _by_an_iterator(encoder: Encoder, h: Tensor) -> None:
+    if next(encoder.turns):
+        encoder.put(h)
+
+
 WAYS = [
     *(_in_a_variable, _in_a_variable_of_a_variable, _by_a_method, _by_what_a_method_gave),
-    *(_unpacked, _turns, _in_a_dictionary),
+    *(_unpacked, _turns, _in_a_dictionary, _by_a_length, _by_an_iterator),
 ]
 
 
@@ -132,3 +146,25 @@ def test_a_refresh_by_a_count_is_fine_for_the_own_stage(way: Refresh) -> None:
         loss = pipe.forward_backward(x, target=x, loss_fn=mse_loss).loss
         assert_close(loss, plain_step(plain, (there,), {}, there, mse_loss, 4))
         assert_same_gradients(net, plain)
+
+
+def test_a_gradient_that_a_branch_scales_on_another_stage_is_refused() -> None:
+    class Scales(nn.Module):
+        """Scales the gradient of another stage's weight at every fifth call."""
+
+        def __init__(self, other: nn.Linear) -> None:
+            super().__init__()
+            self.layer, self.other, self.calls = nn.Linear(4, 4), [other], 0
+
+        def forward(self, h: Tensor) -> Tensor:
+            self.calls += 1
+            weight = self.other[0].weight
+            if self.calls % 5 == 0 and weight.grad is not None:
+                weight.grad.mul_(0.5)
+            return self.layer(h)
+
+    first = nn.Linear(4, 4)
+    net = bp.begin_blocks(nn.Sequential(first, Scales(first)), {"1": 1})
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2)
+    with pytest.raises(StateError, match=r"the \.grad of '0\.weight'"):
+        pipe.forward_backward(torch.randn(4, 4), loss_fn=torch.sum)

@@ -9,15 +9,13 @@ import copy
 import dis
 import functools
 import itertools
-import re
 import types
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from ...._common.code import parsed, source_of
-from .bindings import assigned, bound, captured, set_to, stored
-from .branches import Condition, Turn, conditions_in, tests_in, turns_in
+from .bindings import set_to
+from .branches import Condition, Turn
 from .contents import alternatives
 from .effects import (
     ASKS_CHANCE,
@@ -28,10 +26,10 @@ from .effects import (
     name_called,
     writes_in_place,
 )
+from .nodes import Node, lines_of, nodes_of
 from .uses import Use, goes_back, is_function, is_said_in, key_taken, stored_in, use_of
 
 _OF_ENVIRONMENT = ("getenv", "getenvb")
-_FORMATS = frozenset(["str", "repr", "format", "int", "float", "round", "bool"])
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__", "__setstate__", "__repr__", "extra_repr")
 _INITIALIZES = ("init", "reset_parameters")
 _OUT = frozenset(["out"])  # the keyword
@@ -102,7 +100,7 @@ def accesses_of(code: types.CodeType) -> Mapping[int, list[Access]]:
     Args:
         code: the code. If its source is not available, there are none.
     """
-    nodes = _nodes_of(code)
+    nodes = nodes_of(code)
     found = defaultdict[int, list[Access]](list)
     for instruction in dis.get_instructions(code) if nodes.by_end else ():
         operation = instruction.opname
@@ -157,7 +155,7 @@ def goes_to(code: types.CodeType, offset: int) -> str | None:
     empty text if it is only printed or logged; ``None``: it may go anywhere."""
     line, _, column, _ = next(itertools.islice(code.co_positions(), offset // 2, None))
     where = line or 0, column or 0
-    notes = _nodes_of(code).notes
+    notes = nodes_of(code).notes
     return next((name for begin, end, name in notes if begin <= where < end), None)
 
 
@@ -166,21 +164,21 @@ def container_at(code: types.CodeType, offset: int) -> ast.expr | None:
     if dis.opname[code.co_code[offset]] != "CONTAINS_OP":
         return None
     _, line, _, column = next(itertools.islice(code.co_positions(), offset // 2, None))
-    containers = _nodes_of(code).containers
+    containers = nodes_of(code).containers
     return containers.get((line, column))
 
 
 def tests_of(code: types.CodeType) -> list[ast.expr]:
     """Return the conditions on which a function's code branches."""
-    nodes = _nodes_of(code)
-    lines = _lines_of(code)
+    nodes = nodes_of(code)
+    lines = lines_of(code)
     return [test for test in nodes.tests if test.lineno in lines]
 
 
 def conditions_of(code: types.CodeType) -> list[Condition]:
     """Return the conditions on which a function's code branches, with what depends on them."""
-    nodes = _nodes_of(code)
-    lines = _lines_of(code)
+    nodes = nodes_of(code)
+    lines = lines_of(code)
     return [one for one in nodes.conditions if one.test.lineno in lines]
 
 
@@ -192,16 +190,16 @@ def turns_of(code: types.CodeType) -> list[ast.expr | ast.stmt]:
 
 def branches_of(code: types.CodeType) -> list[Turn]:
     """Return the loops of a function's code, and the errors that it catches."""
-    nodes = _nodes_of(code)
-    lines = _lines_of(code)
+    nodes = nodes_of(code)
+    lines = lines_of(code)
     return [turn for turn in nodes.turns if turn.by[0].lineno in lines]
 
 
 @functools.lru_cache(1_000)
 def assignments_of(code: types.CodeType) -> Sequence[tuple[str, ast.expr]]:
     """Return the local variables that a function's code sets, each with what it is set to."""
-    nodes = _nodes_of(code)
-    lines = _lines_of(code)
+    nodes = nodes_of(code)
+    lines = lines_of(code)
     own = {*code.co_varnames[code.co_argcount :], *code.co_cellvars}
     return [one for one in nodes.assignments if one[1].lineno in lines and one[0] in own]
 
@@ -209,16 +207,16 @@ def assignments_of(code: types.CodeType) -> Sequence[tuple[str, ast.expr]]:
 def captures_of(code: types.CodeType) -> Iterator[tuple[str, ast.expr]]:
     """Yield the names that a function's code binds in any way, each with the expression that the
     value is, or comes out of."""
-    nodes = _nodes_of(code)
-    lines = _lines_of(code)
+    nodes = nodes_of(code)
+    lines = lines_of(code)
     yield from ((name, value) for name, value in nodes.captures if value.lineno in lines)
 
 
 @functools.lru_cache(10_000)
 def sources_of(code: types.CodeType, name: str) -> list[ast.expr]:
     """Return the expressions that the values of a function's local variable come out of."""
-    nodes = _nodes_of(code)
-    lines = _lines_of(code)
+    nodes = nodes_of(code)
+    lines = lines_of(code)
     return [value for known, value in nodes.sources if known == name and value.lineno in lines]
 
 
@@ -232,15 +230,15 @@ def is_by_chance(value: ast.expr, code: types.CodeType) -> bool:
 
 def contexts_of(code: types.CodeType) -> list[ast.expr]:
     """Return what the ``with`` statements of a function's code enter."""
-    nodes = _nodes_of(code)
-    lines = _lines_of(code)
+    nodes = nodes_of(code)
+    lines = lines_of(code)
     return [context for context in nodes.contexts if context.lineno in lines]
 
 
 @functools.lru_cache(1_000)
 def loops_of(code: types.CodeType) -> Sequence[tuple[ast.expr, ast.expr]]:
     """Return the targets of the loops in a function's code, each with what the loop runs over."""
-    nodes = _nodes_of(code)
+    nodes = nodes_of(code)
     # By their columns too: a lambda may be on the line of the loop that hands it on.
     begins = {(line, column) for line, _, column, _ in code.co_positions()}
     own = {*code.co_varnames, *code.co_cellvars}
@@ -269,19 +267,35 @@ def loops_by_name(code: types.CodeType) -> Mapping[str, Sequence[tuple[ast.expr,
 def calls_of(code: types.CodeType) -> Sequence[ast.Call]:
     """The calls in a function's code."""
     found = []
-    nodes = _nodes_of(code)
+    nodes = nodes_of(code)
     for instruction in dis.get_instructions(code) if nodes.by_end else ():
         if "CALL" in instruction.opname:
             found += [node for node, _ in nodes.of(instruction) if isinstance(node, ast.Call)]
     return found
 
 
+@functools.lru_cache(1_000)
+def handed_on(code: types.CodeType) -> Sequence[ast.expr]:
+    """Return what a function's code names and neither calls there nor takes anything of: it may be
+    a function that is called later (``{True: self.a, False: self.b}[…](x)``)."""
+    nodes, lines = nodes_of(code), lines_of(code)
+    inside = (ast.Attribute, ast.Subscript)
+    return [
+        node
+        for places in nodes.by_end.values()
+        for node, outer in places
+        if isinstance(node, ast.Attribute)
+        and node.lineno in lines
+        and isinstance(node.ctx, ast.Load)
+        and not (outer and isinstance(outer[0], inside) and outer[0].value is node)
+        and not (outer and isinstance(outer[0], ast.Call) and outer[0].func is node)
+    ]
+
+
 _CHANGES = (
     WRITES | DOES_BOTH | CHANGES_GIVEN | SETS_TORCHS | {*_SETTERS, "next", "cache_info"}
 )  # each call changes the latter
-_Node = ast.Attribute | ast.Subscript | ast.Name | ast.Call
-_LOADS_TWO = re.compile("_FAST(_BORROW)?_LOAD_FAST")
-_Place = tuple[_Node, tuple[ast.AST, ...]]  # an expression, and what is around it
+
 _INSTRUCTIONS: dict[type[ast.AST], tuple[str, ...]] = {
     ast.Attribute: ("_ATTR", "LOAD_METHOD"),
     ast.Subscript: ("SUBSCR", "SLICE", "BINARY_OP"),
@@ -290,106 +304,7 @@ _INSTRUCTIONS: dict[type[ast.AST], tuple[str, ...]] = {
 }
 
 
-@dataclass
-class _Nodes:
-    """The expressions of a file.
-
-    Attributes:
-        by_end: by its end, each expression and the nodes around it from the inside out.
-        on_line: the names, by the line that they are on.
-        tests: the conditions of branches and loops.
-        conditions: those of them that code depends on.
-        turns: what else decides which code runs: loops, and errors that are caught.
-        assignments: the names that are set to an expression, in their order.
-        loops: the targets of loops, comprehensions too, with what they run over; also of what
-            binds names as one turn of a loop does.
-        captures: the names that anything binds, with the expression that the value comes out of.
-        sources: those names among them that it sets itself.
-        contexts: what ``with`` statements enter.
-        notes: the statements that only print or log, or only make a text or a number for an
-            attribute: their first and last positions, and its name.
-        containers: by their ends, the containers in which members are looked for.
-    """
-
-    by_end: dict[tuple[int | None, int | None], list[_Place]]
-    on_line: dict[int | None, list[tuple[ast.Name, tuple[ast.AST, ...]]]]
-    tests: list[ast.expr] = field(default_factory=list)
-    conditions: list[Condition] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
-    assignments: list[tuple[str, ast.expr]] = field(default_factory=list)
-    loops: list[tuple[ast.expr, ast.expr]] = field(default_factory=list)
-    captures: list[tuple[str, ast.expr]] = field(default_factory=list)
-    sources: list[tuple[str, ast.expr]] = field(default_factory=list)
-    contexts: list[ast.expr] = field(default_factory=list)
-    notes: list[tuple[tuple[int, int], tuple[int, int], str]] = field(default_factory=list)
-    containers: dict[tuple[int | None, int | None], ast.expr] = field(default_factory=dict)
-
-    def of(self, instruction: dis.Instruction) -> list[_Place]:
-        """The expressions that end where an instruction says it is, and the second variable of
-        those that load two (from 3.13 on), which say where the first one is."""
-        positions = instruction.positions
-        assert positions is not None
-        line, column = positions.end_lineno, positions.end_col_offset
-        found = self.by_end.get((line, column), [])
-        if not _LOADS_TWO.search(instruction.opname):
-            return found
-        second = [place for place in self.on_line[line] if place[0].id == instruction.argval[1]]
-        second.sort(key=lambda place: abs(place[0].col_offset - (column or 0)))
-        return [*found, *second[:1]]
-
-
-def _lines_of(code: types.CodeType) -> set[int]:
-    return {line for _, _, line in code.co_lines() if line is not None}
-
-
-def _nodes_of(code: types.CodeType) -> _Nodes:
-    return _nodes_in(source_of(code))
-
-
-@functools.lru_cache(64)
-def _nodes_in(source: str) -> _Nodes:
-    found = _Nodes(defaultdict(list), defaultdict(list))
-    try:
-        level: list[tuple[ast.AST, tuple[ast.AST, ...]]] = [(parsed(source), ())]
-    except (SyntaxError, ValueError):
-        return found
-    while level:
-        node, outer = level.pop()
-        if isinstance(node, _Node):
-            found.by_end[node.end_lineno, node.end_col_offset].append((node, outer))
-            if isinstance(node, ast.Name):
-                found.on_line[node.lineno].append((node, outer))
-        elif isinstance(node, ast.Compare) and isinstance(node.ops[-1], ast.In | ast.NotIn):
-            found.containers[node.end_lineno, node.end_col_offset] = node.comparators[-1]
-        found.tests += tests_in(node)
-        found.conditions += conditions_in(node)
-        found.turns += turns_in(node)
-        found.assignments += assigned(node)
-        found.loops += bound(node)
-        found.captures += captured(node)
-        found.sources += stored(node)
-        if isinstance(node, ast.withitem):
-            found.contexts.append(node.context_expr)
-        if isinstance(node, ast.Expr | ast.Assign) and (name := _noted_as(node)) is not None:
-            end = node.end_lineno or node.lineno, node.end_col_offset or 0
-            found.notes.append(((node.lineno, node.col_offset), end, name))
-        # No question reaches beyond a statement.
-        inner = (node,) if isinstance(node, ast.stmt) else (node, *outer)
-        level += ((child, inner) for child in ast.iter_child_nodes(node))
-    found.assignments.sort(key=lambda one: (one[1].lineno, one[1].col_offset))
-    return found
-
-
-def _noted_as(node: ast.Expr | ast.Assign) -> str | None:
-    if isinstance(node, ast.Expr):
-        return "" if is_said_in((node.value, node)) else None
-    (target, *others), calls = node.targets, [n for n in ast.walk(node) if isinstance(n, ast.Call)]
-    named = map(name_called, calls)
-    is_note = isinstance(target, ast.Attribute) and not others and _FORMATS.issuperset(named)
-    return target.attr if is_note and isinstance(target, ast.Attribute) else None
-
-
-def _access(node: _Node, outer: tuple[ast.AST, ...], operation: str) -> Access | None:
+def _access(node: Node, outer: tuple[ast.AST, ...], operation: str) -> Access | None:
     is_said = is_said_in(outer)
     if isinstance(node, ast.Call):
         return _call(node, outer, is_said=is_said)

@@ -21,8 +21,8 @@ from ..open_questions import any_open
 from ..still_code import StillFrame
 from ..syntax.accesses import Access, accesses_of, conditions_of, sources_of
 from ..values import SharedValue, shared_change
-from .tensor_uses import ForwardsTensors
-from .used_tensors import CONTENT, uses_of
+from .tensor_uses import ForwardsTensors, gradient_changes
+from .used_tensors import GRADIENT, uses_of
 
 _REMEDY = "read and write it on one hop"
 _DECIDES = (bool, int, float, str, type(None), list, tuple, dict)
@@ -40,7 +40,8 @@ class MissedTensors:
 
     def __init__(self, known: KnownValues) -> None:
         self._known_values = known
-        self._known: dict[tuple[int, bool], SharedValue] = {}  # the latter for other sizes
+        # By the tensor, what of it, and whether it is for other sizes alone.
+        self._known: dict[tuple[int, str, bool], SharedValue] = {}
         self.lasts: Callable[[Tensor], bool] = lambda tensor: False
 
     def note(self, accesses: Iterable[Access], frame: Frame, hop: int) -> bool:
@@ -59,10 +60,10 @@ class MissedTensors:
             line = frame.line_of(access.node)
             with contextlib.suppress(Exception):  # of an object that cannot be looked at
                 for use in uses_of(access, frame, self.lasts):
-                    if use.key != CONTENT or access.is_said:
+                    if access.is_said:
                         continue
-                    key = id(use.tensor), by_size
-                    known = self._known.setdefault(key, SharedValue(use.tensor, CONTENT))
+                    key = id(use.tensor), use.key, by_size
+                    known = self._known.setdefault(key, SharedValue(use.tensor, use.key))
                     if use.writes:
                         known.is_set(hop, line)
                         known.is_constant = False
@@ -123,7 +124,7 @@ class MissedTensors:
         Args:
             forward: tells what the recorded forward does with tensors.
         """
-        uses = (known for (_, by_size), known in self._known.items() if not by_size)
+        uses = (known for (_, _, by_size), known in self._known.items() if not by_size)
         return self._shared(uses, forward)
 
     def shared_by_size(self, forward: ForwardsTensors) -> str:
@@ -140,6 +141,9 @@ class MissedTensors:
         for known in forward.merged(uses):
             name, info, is_written = forward.told(known.owner)
             recorded, line = ([], "") if info is None else (info.hops, info.where)
+            if known.key == GRADIENT:
+                yield from gradient_changes(known, info)
+                continue
             if is_written and len(recorded) > 1:
                 continue  # it is refused as it is
             for hop in recorded:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ...._torch.tensors import shape_of
 from ...entries import OutsideTensor, SharedChange, TensorInfo
 from ..evaluation.expressions import Frame
 from ..evaluation.members import UNKNOWN
@@ -51,7 +52,7 @@ class ForwardsTensors:
             name = f"{'buffer' if info.is_buffer else 'parameter'} {info.name!r}"
             return name, info, info.written or self.is_written(tensor)
         other = self._others.get(id(tensor))
-        return f"a tensor of shape {(*tensor.shape,)}", other, other is not None and other.written
+        return f"a tensor of shape {shape_of(tensor)}", other, other is not None and other.written
 
     def merged(self, uses: Iterable[SharedValue]) -> Iterable[SharedValue]:
         """Return the uses of each tensor and of its stand-in as one."""
@@ -123,13 +124,9 @@ class TensorUses:
         for known in forward.merged(self._known.values()):
             name, info, is_written = forward.told(known.owner)
             if known.key == GRADIENT:
-                hop = info.hop if isinstance(info, TensorInfo) else None
-                if info is None or hop is None:
-                    continue
-                name = f"the .grad of {info.name!r}"
-                known.is_set(back(hop), _ENGINE)
-                known.is_read(back(hop), _ENGINE)
-            elif info is not None:
+                yield from gradient_changes(known, info)
+                continue
+            if info is not None:
                 _note_forward(known, info, is_written=is_written)
             if known.set_on and known.read_on and len(known.set_on | known.read_on) > 1:
                 yield shared_change(known, name, known.read_on, known.first_read, _REMEDY)
@@ -144,6 +141,19 @@ class TensorUses:
                         known = SharedValue(tensor, CONTENT)
                         known = self._known.setdefault((id(tensor), CONTENT), known)
                         known.is_read(hop, line)
+
+
+def gradient_changes(
+    known: SharedValue, info: TensorInfo | OutsideTensor | None
+) -> Iterator[SharedChange]:
+    """Yield the change of a parameter's gradient for code that uses it: autograd adds to it in the
+    backward of the first hop that reads the parameter."""
+    if isinstance(info, TensorInfo) and info.hop is not None:
+        known.is_set(back(info.hop), _ENGINE)
+        known.is_read(back(info.hop), _ENGINE)
+        if len(known.set_on | known.read_on) > 1:
+            name = f"the .grad of {info.name!r}"
+            yield shared_change(known, name, known.read_on, known.first_read, _REMEDY)
 
 
 def _note_forward(

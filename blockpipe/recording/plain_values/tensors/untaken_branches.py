@@ -7,7 +7,7 @@ branch that no recording takes, the source says on which hops that may be.
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -36,10 +36,12 @@ class UntakenBranches:
 
     Attributes:
         sets: the hops that may set the value at a place, by its object's id and its key.
+        lasts: says whether a tensor outlives the forward.
     """
 
     def __init__(self, known: KnownValues) -> None:
         self._known = known
+        self.lasts: Callable[[Tensor], bool] = lambda tensor: False
         self.sets = defaultdict[tuple[int, Any], set[int]](set)
         self._written = list[tuple[Tensor, int]]()
         self._places: list[tuple[Any, Any, _Read]] = []
@@ -63,7 +65,7 @@ class UntakenBranches:
                         self._places.append((owner, key, read))
                     if access.writes or access.use in (Use.WRITE, Use.BOTH):
                         self.sets[space_of(owner), None if key is ALL else key].add(read[0])
-                uses = [*uses_of(access, frame)]
+                uses = [*uses_of(access, frame, self.lasts)]
                 self._tensors += ((use.tensor, read) for use in uses if use.reads)
                 self._written += ((use.tensor, read[0]) for use in uses if use.writes)
 
