@@ -324,7 +324,7 @@ class SharedValues:
     def _calls_method(self, node: ast.Attribute, frame: Frame, hop: int) -> None:
         """Note a read of a method, or of other code, that the object's class leads to."""
         owner = frame.evaluated(node.value)
-        if id(owner) in self._lasting:
+        if id(owner) in self._lasting and not is_content(owner):
             self._reads(owner, node.attr, frame, hop, counts=False)
 
     def _note_inside(self, access: Access, value: Any, owner: Any, frame: Frame, hop: int) -> None:

@@ -355,3 +355,28 @@ def test_a_loss_may_read_an_array_that_is_no_tensors(table: Any) -> None:
     pipe.forward_backward(x, target=x, loss_fn=loss)
     expected = table[net(x[4:]).argmax(1).numpy()].tolist()
     assert loss.last == expected
+
+
+LOGGED: list[str] = []
+
+
+def test_a_log_of_classes_that_several_stages_fill_is_fine() -> None:
+    """``__class__`` made each use of a method a read of the list."""
+
+    class Logs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with bp.Block(stage=0):
+                h = self.a(x)
+                LOGGED.append(h.__class__.__name__)
+            with bp.Block(stage=1):
+                h = self.b(h)
+                LOGGED.append(h.__class__.__name__)
+                return h
+
+    LOGGED.clear()
+    bp.Pipeline(Logs(), devices=stages(2), chunks=2)(torch.randn(4, 4))
+    assert LOGGED == ["Tensor"] * 4
