@@ -22,6 +22,10 @@ Every class is a :class:`BlockpipeError` and the builtin that it is a kind of, s
 A message has four parts: what was expected, what was given, where, and how to fix it.
 """
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 __all__ = [
     "BlockpipeError",
     "CrossingError",
@@ -41,8 +45,37 @@ __all__ = [
 ]
 
 
+class _InThread(threading.local):
+    ended: "list[BlockpipeError] | None" = None  # by those that were made in a forward
+
+
+_in_thread = _InThread()
+
+
 class BlockpipeError(Exception):
     """The base of every exception that Blockpipe itself raises."""
+
+
+class _OfForwardError(BlockpipeError):
+    """The base of those that an operation in a forward may raise."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        if _in_thread.ended is not None:
+            _in_thread.ended.append(self)
+
+
+@contextmanager
+def not_caught() -> Iterator[None]:
+    """Raise at the end of a block the first error that ended an operation in it, if the user's code
+    has caught it (``except RuntimeError``): what came after that is not the plain run's."""
+    before, _in_thread.ended = _in_thread.ended, []
+    try:
+        yield
+        if _in_thread.ended:
+            raise _in_thread.ended[0]
+    finally:
+        _in_thread.ended = before
 
 
 class MarkError(BlockpipeError, ValueError):
@@ -73,19 +106,19 @@ class RecordingError(BlockpipeError, RuntimeError):
     """A forward that cannot be recorded, or that cannot be pipelined."""
 
 
-class RouteError(BlockpipeError, RuntimeError):
+class RouteError(_OfForwardError, RuntimeError):
     """A micro-batch that left the recorded route."""
 
 
-class CrossingError(BlockpipeError, RuntimeError):
+class CrossingError(_OfForwardError, RuntimeError):
     """A tensor that crossed between stages in a way that autograd cannot follow."""
 
 
-class StateError(BlockpipeError, RuntimeError):
+class StateError(_OfForwardError, RuntimeError):
     """The use of a tensor of another micro-batch, or of another stage's state."""
 
 
-class IsolationError(BlockpipeError, RuntimeError):
+class IsolationError(_OfForwardError, RuntimeError):
     """An operation that touched the storage of another stage, under ``isolate=True``."""
 
 

@@ -24,6 +24,8 @@ from .reads import libraries_code_reads
 _UNDO = ("__exit__", "remove")  # a context manager's end, and a hook's
 _PLAIN = (bool, int, float, str, type(None))
 
+_INSIDE = ("torch", "contextlib", __name__.partition(".")[0])
+
 
 class LibraryReads:
     """The calls of libraries' modules in one forward.
@@ -52,7 +54,7 @@ class LibraryReads:
     def runs(self, frame: types.FrameType, hop: Callable[[], int]) -> Any:
         """Note that such a function begins to run."""
         code = frame.f_code
-        if code.co_name in _UNDO:
+        if code.co_name in _UNDO and not _is_called_inside(frame):
             self.before_undone()
         if self._hidden and _is_method(code):
             itself = id(frame.f_locals.get("self"))
@@ -104,3 +106,11 @@ class LibraryReads:
 def _is_method(code: types.CodeType) -> bool:
     """Return whether a function may read its object; to set an attribute is not to read it."""
     return code.co_varnames[:1] == ("self",) and not code.co_name.startswith("__")
+
+
+def _is_called_inside(frame: types.FrameType) -> bool:
+    """Whether torch, Blockpipe, or a context manager around it calls a function, as they do at each
+    operation, and not code that has entered something for a while."""
+    caller = frame.f_back
+    name = str(caller.f_globals.get("__name__")) if caller is not None else ""
+    return name.partition(".")[0] in _INSIDE

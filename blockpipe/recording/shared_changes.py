@@ -9,6 +9,7 @@ module call and operation, because a change that is undone before the forward en
 import locale
 import os
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ _CACHED = "torch.nn.utils.parametrize.cached()"  # one cache for all micro-batch
 _FORWARD_MODE = "the level of forward-mode AD"
 # Where a text goes matters only to who reads it, so that two stages may keep a library quiet.
 _OUT, _ERR = "sys.stdout", "sys.stderr"
+# The list is of each that has one, so that one of two would have the other's warnings.
+_WARNED = "where warnings go (warnings.catch_warnings(record=True))"
 # They choose among kernels of the same numbers, to rounding, and on the CPU they choose nothing.
 _CUDNN, _CUDNN_TRIES = "torch.backends.cudnn.enabled", "torch.backends.cudnn.benchmark"
 # Nothing while cuDNN is off, as a loss for CTC has it, whose context sets all that is said of it.
@@ -80,10 +83,11 @@ _SWITCHES: dict[str, Callable[[], object]] = {  # the process's
     "locale.setlocale(locale.LC_ALL)": partial(locale.setlocale, locale.LC_ALL),
     _OUT: lambda: sys.stdout,
     _ERR: lambda: sys.stderr,
+    _WARNED: lambda: getattr(warnings, "_showwarnmsg_impl", None),
     _CACHED: caches_parametrizations,
     _FORWARD_MODE: is_in_forward_mode,
 }
-_HARMLESS_ON_ONE_HOP = (_OUT, _ERR, _CUDNN, _CUDNN_TRIES, _FORWARD_MODE)
+_HARMLESS_ON_ONE_HOP = (_OUT, _ERR, _WARNED, _CUDNN, _CUDNN_TRIES, _FORWARD_MODE)
 _LOCAL = f"keep it in a local variable, {OWN_MODULE}"
 _DETACH = "detach tensors that must get no gradient instead"
 _LEAVE_OUT = "leave it out, because the results are the same without the cache"

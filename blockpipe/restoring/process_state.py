@@ -16,8 +16,9 @@ _TORCHS = ("TORCH", "PYTORCH")  # torch sets some itself when a part of it is fi
 
 
 def process_state() -> tuple[Any, ...]:
-    """Return the process's output streams and warning filters."""
-    return sys.stdout, sys.stderr, tuple(warnings.filters)
+    """Return the process's output streams, warning filters, and what shows warnings."""
+    shows = warnings.showwarning, getattr(warnings, "_showwarnmsg_impl", None)
+    return sys.stdout, sys.stderr, tuple(warnings.filters), shows
 
 
 class kept_process_state:  # noqa: N801 - a context manager that reads as a participle
@@ -33,8 +34,11 @@ class kept_process_state:  # noqa: N801 - a context manager that reads as a part
     def __exit__(self, *failure: object) -> None:
         if process_state() == self._before:
             return
-        sys.stdout, sys.stderr, filters = self._before
+        sys.stdout, sys.stderr, filters, (shows, receives) = self._before
         warnings.filters[:] = filters  # type: ignore[index]
+        warnings.showwarning = shows
+        if receives is not None:
+            setattr(warnings, "_showwarnmsg_impl", receives)  # noqa: B010 - it is Python's own
         with warnings.catch_warnings():
             pass  # it invalidates caches of the filters
 

@@ -363,3 +363,22 @@ def test_where_the_process_prints_to_is_as_before():
     assert pipe.recording.changes_process
     assert sys.stdout is out
     assert list(warnings.filters) == filters
+
+
+@pytest.mark.parametrize("on", [[0], [0, 1]])
+def test_warnings_that_a_forward_collects_are_of_one_stage(on: list[int]) -> None:
+    """The list of one stage had the other's warnings, and all later ones of the process."""
+
+    class Collects(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with warnings.catch_warnings(record=True) as caught:
+                h = super().forward(x)
+            return h * (1 + len(caught))
+
+    layers = [Collects(8, 8) if stage in on else nn.Linear(8, 8) for stage in (0, 1)]
+    pipe = _pipe(bp.begin_blocks(nn.Sequential(*layers), {"1": 1}))
+    shows = warnings._showwarnmsg_impl  # type: ignore[attr-defined]
+    refused = pytest.raises(StateError, match=r"where warnings go .* on hops \[0, 1\]")
+    with refused if len(on) > 1 else contextlib.nullcontext():
+        pipe.forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
+    assert warnings._showwarnmsg_impl is shows  # type: ignore[attr-defined]

@@ -23,6 +23,7 @@ from ...crossing.tags import TAG, Tag, edge_of
 from ...crossing.tensors.place import Reads
 from ...crossing.uncut_run import UncutRun
 from ...devices.sanitizer import Sanitizer
+from ...errors import not_caught
 from ...stages.cursor import Cursor, set_cursor, set_microbatch
 from ..lanes.lane_threads import Abandoned, Cross
 from ..step_state import MicrobatchResult, StepState
@@ -114,7 +115,7 @@ class MicrobatchForward:
                 # Before the first operation: code that keeps the generator's state for later
                 # (torch.utils.checkpoint) reads it before that.
                 run.arrive()
-            with theirs(), CrossingMode(run):
+            with not_caught(), theirs(), CrossingMode(run):
                 output = self._prepared.model(*args, **kwargs)
             if run.hop < 0:
                 run.arrive()
@@ -124,7 +125,7 @@ class MicrobatchForward:
             loss = None
             if "loss" in self._request.want:
                 target = self._arguments.received(run, batch, target)
-                with theirs(), CrossingMode(run):
+                with not_caught(), theirs(), CrossingMode(run):
                     loss = self._state.randomness.loss(output, target)
                 loss = checked_loss(loss)
         result = self._result(run, output, loss)
