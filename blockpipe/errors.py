@@ -107,19 +107,35 @@ class RecordingError(BlockpipeError, RuntimeError):
 
 
 class RouteError(_OfForwardError, RuntimeError):
-    """A micro-batch that left the recorded route."""
+    """A micro-batch that left the recorded route.
+
+    Args:
+        args: the message.
+    """
 
 
 class CrossingError(_OfForwardError, RuntimeError):
-    """A tensor that crossed between stages in a way that autograd cannot follow."""
+    """A tensor that crossed between stages in a way that autograd cannot follow.
+
+    Args:
+        args: the message.
+    """
 
 
 class StateError(_OfForwardError, RuntimeError):
-    """The use of a tensor of another micro-batch, or of another stage's state."""
+    """The use of a tensor of another micro-batch, or of another stage's state.
+
+    Args:
+        args: the message.
+    """
 
 
 class IsolationError(_OfForwardError, RuntimeError):
-    """An operation that touched the storage of another stage, under ``isolate=True``."""
+    """An operation that touched the storage of another stage, under ``isolate=True``.
+
+    Args:
+        args: the message.
+    """
 
 
 class RankError(BlockpipeError, RuntimeError):
