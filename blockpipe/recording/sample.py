@@ -181,11 +181,6 @@ def remedy(
             "a device that the forward names itself (x.to('cuda:0')) is none of Blockpipe's "
             "business: leave the move out, for tensors follow the stages, or write x.device"
         )
-    if type(error).__name__ == "UnpicklingError" and "weights_only" in str(error):
-        return (
-            "tensors that a forward saves carry what Blockpipe knows of them: pass "
-            "weights_only=False to torch.load, or save arrays (tensor.numpy())"
-        )
     if "update to inference tensor" in str(error):
         return (
             "a forward that needs the values of its tensors is recorded outside of inference mode: "

@@ -18,7 +18,7 @@ from ..alike import check_alike
 from ..parameter_sets import each_value
 from ..parity import assert_same_gradients, plain_step
 from ..stage_devices import assert_close
-from .noticed_models import Averages, _pipe
+from .noticed_models import Averages, Codebook, _pipe
 
 LANES = ["1f1b", "gpipe"]
 
@@ -197,7 +197,7 @@ def test_dropout_that_is_turned_up_while_another_stage_draws_takes_turns_at_once
 
 @pytest.mark.parametrize("how", ["in place", "data"])
 def test_a_parameter_that_is_written_and_read_on_several_stages_is_refused(how):
-    pipe = _pipe(Averages(how, 1))
+    pipe = _pipe(Averages(how, True))
     with pytest.raises(StateError, match=r"parameter 'k.weight' is written .* hops \[0, 1\]"):
         pipe.forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
 
@@ -206,38 +206,23 @@ def test_a_parameter_that_is_written_and_read_on_several_stages_is_refused(how):
 @pytest.mark.parametrize("how", ["in place", "data"])
 def test_a_parameter_that_is_written_later_is_found_by_that_step(how):
     """Silently each micro-batch had what the others had made of it."""
-    pipe = _pipe(Averages(how, 6))
+    net = Averages(how, False)
+    pipe = _pipe(net)
     pipe.forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
+    net.warm[0] = True
     with pytest.raises(
         StateError, match=r"'k.weight'.* was written (during the step|in place, there or)"
     ):
         pipe.forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
 
 
-class Codebook(nn.Module):
-    """Is revived every sixth forward, on stage 0, and read on both stages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
-        self.register_buffer("book", torch.ones(8))
-        self.calls = [0]
-
-    def forward(self, x: Tensor) -> Tensor:
-        with bp.Block(stage=0):
-            h = self.a(x) + self.book
-            self.calls[0] += 1
-            if self.calls[0] % 6 == 0:
-                self.book.mul_(0.5)
-        with bp.Block(stage=1):
-            return self.b(h + self.book)
-
-
 @pytest.mark.cpu("the write races with a copy, as it would on any accelerator, before it is found")
 @pytest.mark.parametrize("isolate", [False, True])
 def test_a_buffer_that_is_written_later_is_found_by_that_step(isolate):
-    pipe = _pipe(Codebook(), isolate=isolate)
+    net = Codebook()
+    pipe = _pipe(net, isolate=isolate)
     pipe.forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
+    net.warm[0] = True
     with pytest.raises(
         StateError, match=r"'book'.* was written (during the step|in place, there or)"
     ):

@@ -278,18 +278,23 @@ def calls_of(code: types.CodeType) -> Sequence[ast.Call]:
 def handed_on(code: types.CodeType) -> Sequence[ast.expr]:
     """Return what a function's code names and neither calls there nor takes anything of: it may be
     a function that is called later (``{True: self.a, False: self.b}[…](x)``)."""
-    nodes, lines = nodes_of(code), lines_of(code)
-    inside = (ast.Attribute, ast.Subscript)
-    return [
-        node
-        for places in nodes.by_end.values()
-        for node, outer in places
-        if isinstance(node, ast.Attribute)
-        and node.lineno in lines
-        and isinstance(node.ctx, ast.Load)
-        and not (outer and isinstance(outer[0], inside) and outer[0].value is node)
-        and not (outer and isinstance(outer[0], ast.Call) and outer[0].func is node)
-    ]
+    lines = lines_of(code)
+    placed = (place for places in nodes_of(code).by_end.values() for place in places)
+    loaded = (
+        (node, outer)
+        for node, outer in placed
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    )
+    return [n for n, outer in loaded if n.lineno in lines and not _is_taken_apart(n, outer[:1])]
+
+
+def _is_taken_apart(node: ast.expr, around: tuple[ast.AST, ...]) -> bool:
+    """Whether code calls an expression there, or takes something of it."""
+    return any(
+        (isinstance(one, ast.Attribute | ast.Subscript) and one.value is node)
+        or (isinstance(one, ast.Call) and one.func is node)
+        for one in around
+    )
 
 
 _CHANGES = (
