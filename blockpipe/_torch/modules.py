@@ -82,9 +82,12 @@ FOUND_BY: dict[Any, Callable[..., Any]] = {
 
 
 def slots_of(module: nn.Module) -> list[Mapping[str, Any]]:
-    """Return the three. ``vars(module)`` has none of them if ``torch.jit.trace`` made the module,
-    which asks the module inside of it."""
-    return [parameters_of(module), buffers_of(module), children_of(module)]
+    """Return the three; none before a module's ``__init__`` has run. ``vars(module)`` has none of
+    them if ``torch.jit.trace`` made the module, which asks the module inside of it."""
+    try:
+        return [parameters_of(module), buffers_of(module), children_of(module)]
+    except AttributeError:
+        return []
 
 
 unsaved_buffers_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
