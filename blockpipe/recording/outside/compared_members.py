@@ -25,6 +25,7 @@ from ...restoring.holders import (
     SlotsHolder,
 )
 from ...restoring.model_state import names_in
+from ..plain_values.evaluation.members import Names
 
 TORCHS = frozenset(vars(nn.Module()))  # attributes of every module
 _OURS = "_blockpipe_"  # attributes of tensors
@@ -82,6 +83,16 @@ class NamespacesHolder(Holder):
             if isinstance(value, types.ModuleType)
             for found in _of_namespace(name, value, function)
         ]
+
+
+def named_place(function: types.FunctionType, path: str) -> tuple[Names, str]:
+    """Return the variables of the module, and the name, that a :class:`NamespacesHolder` has by a
+    path: ``settings.scale``."""
+    first, *between, name = path.split(".")
+    module = function.__globals__[first]
+    for inner in between:
+        module = vars(module)[inner]
+    return Names(vars(module)), name
 
 
 def _of_module(module: nn.Module) -> Iterator[tuple[str, Any]]:

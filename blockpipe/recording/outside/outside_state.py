@@ -39,7 +39,7 @@ from ...stages.cursor import is_of_microbatch
 from ..calls import hops_by_path
 from ..entries import SharedChange
 from ..plain_values.evaluation.members import BY_ARGUMENT
-from ..plain_values.places import in_words
+from ..plain_values.places import in_words, space_of
 from ..plain_values.taken_in import made_in
 from ..reads import NamesRead
 from ..recording import Recording
@@ -52,6 +52,7 @@ from .compared_members import (
     is_growth,
     is_same,
     members_now,
+    named_place,
 )
 
 MOST_OBJECTS = 2_000  # the nearest; each is compared at every operation of the user's code
@@ -243,7 +244,7 @@ class OutsideState:
     @property
     def places(self) -> set[tuple[int, Any]]:
         """The changed objects, by id, each with a name or key in it (``None`` for its content)."""
-        return {(id(owner), key) for owner, key, _, _ in self.changed()}
+        return {(space_of(owner), key) for owner, key, _, _ in self.changed()}
 
     def changed(self) -> Iterator[tuple[Any, Any, set[int], str]]:
         """Yield each changed object, a name or key in it (``None`` for its content), the hops that
@@ -251,8 +252,10 @@ class OutsideState:
         entry, for code that looks it up by an argument."""
         for change in self._changes.values():
             is_content = isinstance(change.owner, set)
-            key = None if is_content else change.key
-            yield change.owner, key, change.hops | change.grown_on, change.where
+            owner, key = change.owner, None if is_content else change.key
+            if isinstance(owner, types.FunctionType) and "." in str(key):
+                owner, key = named_place(owner, str(key))
+            yield owner, key, change.hops | change.grown_on, change.where
             if isinstance(change.owner, dict):
                 yield change.owner, BY_ARGUMENT, change.replaced_on, change.where
 

@@ -21,6 +21,7 @@ from ..._torch.tensors import generator_id
 from ...restoring.contents import is_generator
 from ...restoring.holders import Holder
 from ...restoring.model_state import names_in
+from ..calls import Call
 from ..entries import GeneratorUse, SharedChange
 from .evaluation.expressions import Frame
 from .evaluation.members import UNKNOWN
@@ -51,6 +52,7 @@ _SEEDS = frozenset(["manual_seed", "seed", "set_state", "set_offset", "graphsafe
 _ASKS_STATE = frozenset(["get_state", "get_offset", "graphsafe_get_state", "clone_state"])
 _TOLD = _SEEDS | _ASKS_STATE | {"initial_seed"}
 _OF_USER = "give each stage, and each backward, a generator of its own"
+_OF_FORWARDS = "give each stage a generator of its own, or draw the numbers before the forward"
 _OF_PROCESS = f"{_OF_USER}, or draw in the forward, and keep the numbers for the backward"
 
 
@@ -173,3 +175,17 @@ def _source_of(call: ast.Call, frame: Frame) -> Any:
     numpy = sys.modules.get("numpy")
     is_numpys = numpy is not None and owner is getattr(numpy.random.rand, "__self__", numpy)
     return "numpy" if is_numpys else None
+
+
+def draws_from(known: SharedValue, hop: int, line: str, calls: Iterable[Call | None]) -> None:
+    """Note that code on a hop calls a random generator, or hands it to a function.
+
+    Args:
+        known: the generator.
+        hop: the hop.
+        line: the line.
+        calls: the forward's call that it is in; an operation draws from one of torch's.
+    """
+    known.is_set(hop, line, () if isinstance(known.owner, torch.Generator) else calls)
+    known.is_read(hop, line)
+    known.is_constant, known.remedy = False, _OF_FORWARDS

@@ -17,7 +17,7 @@ from ..library_reads import LibraryReads
 from ..reads import NamesRead
 from ..recording import Recording
 from .evaluation.members import ALL, BY_ARGUMENT, BY_NAME, NEEDS_GRADIENT, Names, member_of
-from .places import attribute_of, has_tensors, named, space_of
+from .places import CODE, attribute_of, has_tensors, named, space_of
 from .values import (
     SharedValue,
     back,
@@ -179,7 +179,7 @@ class KnownValues:
             hops: on which that was seen.
             where: the line at which it was seen first.
         """
-        known = self._values.get((id(owner), ALL if key is None else key))
+        known = self._values.get((space_of(owner), ALL if key is None else key))
         if known is None and isinstance(owner, dict):  # an entry that only code in C has named
             known = self._values.get((id(owner), ALL))
         if known is None and (space_of(BY_NAME), key) in self._values:
@@ -422,9 +422,13 @@ class KnownValues:
 
     def _of_all(self, known: SharedValue) -> list[SharedValue]:
         """Return the values that overlap: a container's entries for its whole content, or the
-        reverse."""
+        reverse. What sets any of a module's variables leaves alone those that it defines."""
         if known.key is ALL:
-            return [v for v in self._values.values() if v.owner is known.owner and v is not known]
+            number, listed = space_of(known.owner), self._values.items()
+            found = [v for (space, _), v in listed if space == number and v is not known]
+            if not isinstance(known.owner, Names | type):
+                return found
+            return [v for v in found if v.set_on or not isinstance(self.value_of(v), CODE)]
         whole = self._values.get((space_of(known.owner), ALL))
         return [] if whole is None else [whole]
 

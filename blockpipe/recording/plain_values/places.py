@@ -30,9 +30,17 @@ from ...restoring.holders import DictHolder, Holder
 from ...restoring.iterators import BOUND, advances
 from ...stages.cursor import is_of_microbatch
 from .evaluation.expressions import Frame, members_of
-from .evaluation.getters import asked_by_text, asked_of, hands_on, is_getter
-from .evaluation.members import ALL, BY_ARGUMENT, NEEDS_GRADIENT, UNKNOWN, Names, Registered
-from .evaluation.registered import asked_for, walked_by
+from .evaluation.getters import asked_by_text, asked_of, hands_on, is_getter, is_setter, set_by
+from .evaluation.members import (
+    ALL,
+    BY_ARGUMENT,
+    NEEDS_GRADIENT,
+    UNKNOWN,
+    Names,
+    Registered,
+    member_of,
+)
+from .evaluation.registered import added_to, asked_for, places_of, walked_by
 from .syntax.accesses import Access
 from .syntax.effects import DOES_BOTH, SETS_TORCHS, WRITES
 from .syntax.protocols import is_read_by_syntax
@@ -43,10 +51,12 @@ CONTENTS = (
     mmap.mmap,
 )
 
-_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
+CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
 _MOST_NESTED, _MOST_INSIDE = 4, 64  # of the containers in an object: guesses
 _SHARE_MEMORY = (torch.from_numpy, torch.as_tensor, torch.asarray)
 _ASKS = (isinstance, type, id, hasattr, getattr, setattr, delattr, callable, vars, super)
+
+_Set = tuple[Any, Any, Any]  # an object, a name in it, and the value there before
 
 # Methods of an array that give a view.
 _VIEWS = ("ravel", "reshape", "view", "transpose", "swapaxes", "squeeze", "diagonal")
@@ -84,7 +94,11 @@ def owners_by_space(holders: Iterable[Holder], modules: Iterable[nn.Module]) -> 
         for holder in holders
         if isinstance(holder, DictHolder) and (space := holder.namespace()) is not holder.owner
     }
-    return found | {id(space): module for module in modules for space in slots_of(module)}
+    for module in modules:
+        held = (one for one in parameters_of(module).values() if one is not None)
+        found |= {id(vars(parameter)): parameter for parameter in held}
+        found |= {id(space): module for space in slots_of(module)}
+    return found
 
 
 def names_of(modules: Mapping[str, nn.Module]) -> dict[int, str]:
@@ -99,10 +113,10 @@ def names_of(modules: Mapping[str, nn.Module]) -> dict[int, str]:
     return names | {id(module): path for path, module in modules.items()}
 
 
-def set_by_method(node: ast.expr, frame: Frame) -> list[tuple[Any, str]] | None:
-    """Return the objects that a method of torch's sets an attribute of, and its name: the modes of
-    modules (``train``, ``eval``), or whether parameters need a gradient; ``None``: it is no such
-    call."""
+def set_by_method(node: ast.expr, frame: Frame) -> list[_Set] | None:
+    """Return the objects that a method of torch's sets an attribute of, its name, and its value:
+    the modes of modules (``train``, ``eval``), or whether parameters need a gradient; ``None``: it
+    is no such call."""
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
         return None
     name = node.func.attr
@@ -113,12 +127,16 @@ def set_by_method(node: ast.expr, frame: Frame) -> list[tuple[Any, str]] | None:
     owner = frame.evaluated(node.func.value)
     sets_mode = name != "requires_grad_"
     if isinstance(owner, Tensor):
-        return [] if sets_mode else [(owner, NEEDS_GRADIENT)]
+        return [] if sets_mode else [_set(owner, NEEDS_GRADIENT)]
     modules = within(owner) if isinstance(owner, nn.Module) else ()
     if sets_mode:
-        return [(module, "training") for module in modules]
+        return [_set(module, "training") for module in modules]
     held = (p for module in modules for p in parameters_of(module).values())
-    return [(parameter, NEEDS_GRADIENT) for parameter in held if parameter is not None]
+    return [_set(parameter, NEEDS_GRADIENT) for parameter in held if parameter is not None]
+
+
+def _set(owner: Any, name: str) -> _Set:
+    return owner, name, member_of(owner, name)
 
 
 def entry_asked(access: Access, frame: Frame) -> Any:
@@ -140,23 +158,38 @@ def asked_by_call(node: ast.expr, frame: Frame) -> Iterator[tuple[Any, Any]]:
         given = [frame.evaluated(arg) for arg in node.args]
         named = {one.arg: frame.evaluated(one.value) for one in node.keywords if one.arg}
         yield from asked_by_text(frame.evaluated(node.func.value), given, named)
+    for function, args in _called_by(node, frame):
+        yield from asked_of(function, args)
+
+
+def set_by_call(node: ast.expr, frame: Frame) -> Iterator[_Set]:
+    """Yield the objects that a call sets attributes of by their names, in code that nobody looks
+    into, with the names and the values; and which members it adds to a module."""
+    yield from places_of(added_to(node, frame))
+    if isinstance(node, ast.Call) and not any(frame.evaluated(node.func) is one for one in _ASKS):
+        for function, args in _called_by(node, frame):
+            yield from (_set(owner, name) for owner, name in set_by(function, args))
+
+
+def _called_by(node: ast.Call, frame: Frame) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield the getters and setters that a call calls, each with what it is given."""
     function, over = frame.evaluated(node.func), node.args
-    if is_getter(function) or function is functools.reduce:
-        yield from asked_of(function, [*map(frame.evaluated, node.args)])
+    if is_getter(function) or is_setter(function) or function is functools.reduce:
+        yield function, [*map(frame.evaluated, node.args)]
         return
     if isinstance(node.func, ast.Attribute) and node.func.attr == "sort":
         over = [node.func.value]
     elif not hands_on(function):
         return
     for handed in (*node.args, *(one.value for one in node.keywords if one.arg == "key")):
-        if is_getter(getter := frame.evaluated(handed)):
+        named = frame.evaluated(handed)
+        if is_getter(named) or is_setter(named):
             others = [one for one in over if one is not handed]
             if function in (max, min) and len(others) > 1:
                 others = [ast.Tuple(others, ast.Load())]
             members = (members_of(frame, one) for one in others)
             known = [[UNKNOWN] if found is UNKNOWN else found for found in members]
-            for args in zip(*known, strict=False):
-                yield from asked_of(getter, [*args])
+            yield from ((named, [*args]) for args in zip(*known, strict=False))
 
 
 def in_words(owner: Any, key: Any, paths: Mapping[int, str], what: str = "attribute") -> str:
@@ -174,7 +207,7 @@ def in_words(owner: Any, key: Any, paths: Mapping[int, str], what: str = "attrib
             return path or "the model"
         return f"{path}.{key}" if path else f"attribute {key!r} of the model"
     if isinstance(owner, type):
-        return f"{owner.__qualname__}.{key}"
+        return owner.__qualname__ if key is None else f"{owner.__qualname__}.{key}"
     kind = type(owner).__name__
     whole = f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
     return whole if key is None else f"{what} {key_text(key)} of {whole}"
@@ -189,7 +222,8 @@ def named(owner: Any, key: Any, paths: Mapping[int, str]) -> str:
         paths: the path of each module, by its id.
     """
     if isinstance(owner, Names):
-        return f"{owner.names.get('__name__')}.{key}"
+        module = owner.names.get("__name__")
+        return f"a variable of {module}" if key is ALL else f"{module}.{key}"
     if isinstance(owner, types.CellType):
         return f"variable {key!r} of a closure"
     if isinstance(key, Registered):
@@ -294,7 +328,7 @@ def is_of_library(value: Any) -> bool:
     kind = type(value)
     if kind is types.MappingProxyType:
         return True
-    is_other = isinstance(value, (*_CODE, nn.Module, Tensor)) or value is os.environ
+    is_other = isinstance(value, (*CODE, nn.Module, Tensor)) or value is os.environ
     return not is_other and hasattr(value, "__dict__") and not is_users(kind.__module__)
 
 

@@ -24,7 +24,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Generator, nn
+from torch import nn
 
 from ..._common.collecting_garbage import CollectingGarbage
 from ..._common.libraries import has_users_code, is_users
@@ -35,11 +35,11 @@ from ...restoring.model_state import names_in
 from ..calls import Call
 from ..library_reads import LibraryReads
 from .checkpoints import CheckpointedFrames
-from .drawn_numbers import DrawnNumbers
+from .drawn_numbers import DrawnNumbers, draws_from
 from .evaluation.expressions import Frame, caller_of
 from .evaluation.index_uses import IndexUses
-from .evaluation.members import ALL, UNKNOWN, WHOLE, Names, member_of, owners_of
-from .evaluation.registered import added_to, places_of
+from .evaluation.members import ALL, UNKNOWN, WHOLE, Names, owners_of, whose
+from .evaluation.registered import places_of
 from .evaluation.sizes import Sizes
 from .known_values import OF_CHECKPOINT, KnownValues
 from .lost_updates import read_how
@@ -61,6 +61,7 @@ from .places import (
     of_whole_arrays,
     owners_by_space,
     read_inside,
+    set_by_call,
     set_by_method,
     shares_memory,
     space_of,
@@ -76,7 +77,6 @@ from .tensors.tensor_uses import TensorUses
 from .tensors.untaken_branches import UntakenBranches
 from .values import ApartRun, back, frozen
 
-_OF_GENERATOR = "give each stage a generator of its own, or draw the numbers before the forward"
 _OF_ARRAY = "the tensor that is made of it shares its memory: make a copy (torch.tensor)"
 
 _STOPS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -250,15 +250,14 @@ class SharedValues:
         if (self.draws.lasting or self._all_lasts) and access.use is not Use.NONE:
             self._draws(frame.evaluated(access.node), frame, hop)
         if (places := set_by_method(access.node, frame)) is not None:
-            lasting = [(o, name, member_of(o, name)) for o, name in places if self._is_lasting(o)]
+            lasting = [place for place in places if self._is_lasting(place[0])]
             is_open = any_open(arguments_of(access.node), frame, self.known)
             self._will_set(lasting, access, frame, hop, is_fixed=not is_open)
             return
         owner, key, value = of_whole_arrays(access, frame)
         if runs:
             self._finds(access, frame, owner, value)
-        if self._replaces_all and owner is None and isinstance(access.node, ast.Attribute):
-            self._calls_method(access.node, frame, hop)
+        self._asks_class(access, frame, owner, value, hop)
         if self._still is not None:
             if self._all_lasts or is_of_module(access.node, frame.code):
                 self._cached += [owner, value]
@@ -270,7 +269,7 @@ class SharedValues:
             return  # of a function that is not running: it sets an entry by an argument
         self._cached += frame.kept
         self._lasting.update(map(id, frame.kept))
-        owner = self._objects.get(id(owner), owner)  # whose attributes these are
+        owner = whose(self._objects.get(id(owner), owner))  # whose attributes these are
         if is_by_microbatch(owner) or is_by_microbatch(value):
             return
         if owner is not None and self._is_lasting(owner):
@@ -284,7 +283,7 @@ class SharedValues:
         elif access.writes and isinstance(key, str):
             self.known.set_in_new.add(key)
         if access.reads and access.use is not Use.NONE and self._is_content(value, access, owner):
-            self._uses(access, self._objects.get(id(value), value), frame, hop)
+            self._uses(access, whose(self._objects.get(id(value), value)), frame, hop)
             if advances(value):  # in a recording it is a copy of the user's
                 self.known.at(value, ALL).held_by = owner, key
         if access.reads and not access.is_said:
@@ -308,8 +307,11 @@ class SharedValues:
             elif self._is_lasting(owner) and not access.is_said:
                 for holder in owners_of(owner, key):
                     self._reads(holder, key, frame, hop, counts=False)
-        if self._is_lasting(module := added_to(access.node, frame)):
-            self._will_set(places_of(module), access, frame, hop)
+        sets = [p for p in set_by_call(access.node, frame) if self._is_lasting(p[0])]
+        if self._still is None:
+            self._taken_in.sets(sets)
+        if sets:
+            self._will_set(sets, access, frame, hop)
         value = frame.kept_by(access.node)
         self._cached += frame.kept
         self._lasting.update(map(id, frame.kept))
@@ -321,11 +323,15 @@ class SharedValues:
         for owner in self.known.owners_by_name(name):
             self._reads(owner, name, frame, hop, **read_how(access, frame, self._is_lasting))
 
-    def _calls_method(self, node: ast.Attribute, frame: Frame, hop: int) -> None:
-        """Note a read of a method, or of other code, that the object's class leads to."""
-        owner = frame.evaluated(node.value)
-        if id(owner) in self._lasting and not is_content(owner):
-            self._reads(owner, node.attr, frame, hop, counts=False)
+    def _asks_class(self, access: Access, frame: Frame, owner: Any, value: Any, hop: int) -> None:
+        """Note a read of what an object's class gives it, such as a property, or of the class."""
+        found = [(value, "__class__")] if self._replaces_all and access.reads else []
+        if owner is None and isinstance(access.node, ast.Attribute):
+            found.append((frame.evaluated(access.node.value), access.node.attr))
+        for asked, name in found:
+            if id(asked) in self._lasting and not is_content(asked):
+                for holder in owners_of(asked, name):
+                    self._reads(holder, name, frame, hop, counts=False)
 
     def _note_inside(self, access: Access, value: Any, owner: Any, frame: Frame, hop: int) -> None:
         """Note what code reads beside the place that it names."""
@@ -352,16 +358,10 @@ class SharedValues:
             again = self._checkpoints.of(frame.frame) is not None
             self.known.is_changed(value, key, hop, frame.line, self._calls(), again=again)
 
-    # --- notes
-
     def _draws(self, generator: Any, frame: Frame, hop: int) -> None:
         """Note that code calls a random generator, or hands it to a function."""
         if id(generator) in self.draws.lasting or (self._all_lasts and is_generator(generator)):
-            known = self.known.at(generator, ALL)
-            # An operation draws from one of torch's.
-            known.is_set(hop, frame.line, () if isinstance(generator, Generator) else self._calls())
-            known.is_read(hop, frame.line)
-            known.is_constant, known.remedy = False, _OF_GENERATOR
+            draws_from(self.known.at(generator, ALL), hop, frame.line, self._calls())
 
     def _is_lasting(self, owner: Any) -> bool:
         is_variable = isinstance(owner, Names | types.CellType | threading.local | type)
@@ -374,7 +374,7 @@ class SharedValues:
             return True
         if advances(value):
             return owner is not None and self._is_lasting(owner)
-        if id(value) in self._objects:
+        if id(value) in self._objects or whose(value) is not value:
             return True
         is_known = id(value) in self._lasting
         if (is_known or self._taken_in.may_take(value)) and is_content(value):

@@ -104,6 +104,11 @@ class TakenIn:
         if access.use in (Use.WRITE, Use.BOTH):
             self._changes(value)
 
+    def sets(self, places: Iterable[tuple[Any, Any, Any]]) -> None:
+        """Look at what a call sets by names, before it does: objects, names, and the values."""
+        for owner, key, _ in places:
+            self._sets(owner, key)
+
     def may_take(self, value: Any) -> bool:
         """Return whether it is an object beyond the model's reach that may be taken in."""
         return id(value) in self._beyond

@@ -46,9 +46,12 @@ _CALLS_FORWARDS = (nn.Module.__module__, f"{__name__.partition('.')[0]}.")
 _MEMBERS = ("keys", "values", "items")
 _WALKERS = [vars(nn.Module)[name] for name in _WALKS]
 _WALKERS += [vars(nn.ModuleDict)[name] for name in _MEMBERS]
-_NO_STATE = (
-    *(types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
+_IN_C = (
     *(types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType),
+    types.BuiltinFunctionType,
+)
+_NO_STATE = (
+    *(types.ModuleType, types.FunctionType, types.MethodType, *_IN_C),
     *(type, property, classmethod, staticmethod, nn.Module, Tensor),
 )
 
@@ -240,6 +243,7 @@ class Frame:
                 key = self.evaluated(node.args[0])
                 return os.environ, os.fsdecode(key) if isinstance(key, bytes) else key, UNKNOWN
             owner, key = self._asked_by_name(node)
+            key = ALL if key is UNKNOWN and self._lists_names(access) else key
         else:
             return None, None, self.evaluated(node)
         value = attribute_in(owner, key)
@@ -251,7 +255,7 @@ class Frame:
             owner = Names(vars(owner))
         if isinstance(owner, nn.Module) and key in _TORCHS:
             return None, None, value
-        return _unless_code(owner, key, value)
+        return (None, None, value) if _is_method_in_c(owner, key, value) else (owner, key, value)
 
     def place_of(self, access: Access) -> tuple[Any, Any]:
         """Return the object in which an access sets something, and the key, whatever the value is:
@@ -268,6 +272,10 @@ class Frame:
             return owner if key is ALL else Names(owner), key
         return self._asked_by_name(node) if isinstance(node, ast.Call) else (UNKNOWN, UNKNOWN)
 
+    def _lists_names(self, access: Access) -> bool:
+        """Whether an attribute that is read may be any of those that ``dir()`` has listed."""
+        return access.reads and dir.__name__ in self.code.co_names
+
     def _owner_of_name(self, name: str, value: Any) -> tuple[Any, Any, Any]:
         if name in self.code.co_freevars:
             return self._cell(name, value), name, value
@@ -275,7 +283,7 @@ class Frame:
             name in self.frame.f_locals and self.frame.f_locals is not self.frame.f_globals
         ):
             return None, None, value
-        return _unless_code(Names(self.frame.f_globals), name, value)
+        return Names(self.frame.f_globals), name, value
 
     def _is_local(self, name: str) -> bool:
         return name in self.code.co_varnames or name in self.code.co_cellvars
@@ -322,11 +330,10 @@ def _is_tensors(owner: Any, key: Any) -> bool:
     return isinstance(owner, Tensor) and not is_own
 
 
-def _unless_code(owner: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
-    is_set = not isinstance(owner, Names) and key in own_attributes(owner)
-    is_set = is_set or (isinstance(owner, nn.Module) and key in children_of(owner))
-    is_code = isinstance(value, _NO_STATE) and not isinstance(value, Tensor) and not is_set
-    return (None, None, value) if is_code else (owner, key, value)
+def _is_method_in_c(owner: Any, key: Any, value: Any) -> bool:
+    """Whether it is what a library's class gives all its objects: ``found.append``."""
+    is_of_object = not isinstance(owner, Names | type) and key not in own_attributes(owner)
+    return is_of_object and isinstance(value, _IN_C)
 
 
 def members_of(frame: Frame, node: ast.expr) -> Any:

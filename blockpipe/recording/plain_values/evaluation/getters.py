@@ -11,13 +11,15 @@ import itertools
 import operator
 import re
 import string
+import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .members import ALL, UNKNOWN, attribute_in, member_of
+from .members import ALL, UNKNOWN, Names, attribute_in, member_of
 
 _OF_ATTRIBUTES = (getattr, object.__getattribute__, inspect.getattr_static)
 _READERS = (*_OF_ATTRIBUTES, operator.getitem)
+_SETTERS = (setattr, delattr, object.__setattr__, object.__delattr__, type.__setattr__)
 _MAKERS = (operator.attrgetter, functools.partial)
 _HAND_ON = (map, filter, sorted, max, min, itertools.groupby)
 
@@ -32,6 +34,21 @@ def is_getter(function: Any) -> bool:
     if type(function) is functools.partial:
         return is_getter(function.func)
     return type(function) is operator.attrgetter or any(function is one for one in _READERS)
+
+
+def is_setter(function: Any) -> bool:
+    """Return whether a function sets attributes by their names."""
+    if type(function) is functools.partial:
+        return is_setter(function.func)
+    return any(function is one for one in _SETTERS)
+
+
+def set_by(function: Any, args: list[Any]) -> Iterator[Place]:
+    """Yield the place that a call of a setter sets, if its name is known."""
+    while type(function) is functools.partial:
+        function, args = function.func, [*function.args, *args]
+    if is_setter(function):
+        yield from itertools.islice(_along(args[0], args[1:2]), 1)
 
 
 def hands_on(function: Any) -> bool:
@@ -88,7 +105,8 @@ def gives_known(function: Any) -> bool:
 def found_by(function: Any, args: list[Any]) -> Any:
     """Return the getter that a call makes, or what a call of one finds; ``UNKNOWN`` for others."""
     if any(function is one for one in _MAKERS):
-        is_known = all(type(arg) is str for arg in args) or is_getter(args[0])
+        is_known = all(type(arg) is str for arg in args)
+        is_known = is_known or is_getter(args[0]) or is_setter(args[0])
         return function(*args) if args and is_known else UNKNOWN
     places = [*asked_of(function, args)]
     for place, (owner, _) in itertools.pairwise(places):
@@ -103,6 +121,6 @@ def _along(owner: Any, names: Iterable[Any]) -> Iterator[Place]:
     for name in names:
         if type(name) is not str:
             return
-        yield owner, name
+        yield Names(vars(owner)) if isinstance(owner, types.ModuleType) else owner, name
         found = attribute_in(owner, name)
         owner = UNKNOWN if isinstance(found, property) else found

@@ -4,6 +4,7 @@ So no property, no ``__getattr__`` and no ``__getattribute__`` is called.
 """
 
 import builtins
+import sys
 import types
 from collections import deque, namedtuple
 from collections.abc import Iterator, Mapping
@@ -54,6 +55,29 @@ class Names:
         self.names = names
 
 
+class ClassNames(dict[str, Any]):
+    """The attributes of a class, as ``vars(kind)`` gives them.
+
+    Args:
+        kind: the class.
+    """
+
+    def __init__(self, kind: type) -> None:
+        super().__init__(vars(kind))
+        self.kind = kind
+
+
+def whose(space: Any) -> Any:
+    """Return a class, or the variables of a module, for the dictionary that its attributes are in;
+    anything else as it is."""
+    if isinstance(space, ClassNames):
+        return space.kind
+    if type(space) is dict:
+        module = sys.modules.get(space.get("__name__", ""))
+        return Names(space) if module is not None and vars(module) is space else space
+    return space
+
+
 def owners_of(owner: Any, key: Any) -> Iterator[Any]:
     """Return the objects that a read may be about: an object, and the class of the attribute, of a
     class also its metaclass."""
@@ -82,7 +106,8 @@ def member_of(owner: Any, key: Any) -> Any:
     if isinstance(owner, Tensor):
         with ours():  # no mode is asked
             found = getattr(owner, key) if key in _OF_TENSORS else UNKNOWN
-        return own_attributes(owner).get(key, found)
+        own = own_attributes(owner)
+        return own if key == "__dict__" else own.get(key, found)
     if key is ALL:
         return _content(owner)
     if isinstance(key, Registered):
@@ -95,7 +120,7 @@ def member_of(owner: Any, key: Any) -> Any:
     if isinstance(owner, Names):
         return owner.names.get(key, vars(builtins).get(key, UNKNOWN))
     if isinstance(owner, types.ModuleType):
-        return vars(owner).get(key, UNKNOWN)
+        return vars(owner) if key == "__dict__" else vars(owner).get(key, UNKNOWN)
     if isinstance(owner, dict):
         return dict.get(owner, key, UNKNOWN) if _is_plain_key(key) else UNKNOWN
     if isinstance(owner, list | tuple | deque) and isinstance(key, int):
@@ -123,6 +148,8 @@ def _content(owner: Any) -> Any:
 
 def _attribute(owner: Any, name: str) -> Any:
     if isinstance(owner, type):
+        if name == "__dict__":
+            return ClassNames(owner)
         holder = _class_with(owner, name) or _class_with(type(owner), name)
         return UNKNOWN if holder is None else vars(holder)[name]
     attributes = own_attributes(owner)

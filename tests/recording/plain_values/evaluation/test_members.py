@@ -1,6 +1,11 @@
 """Where a read may find what it names."""
 
-from collections.abc import Iterator
+import functools
+import inspect
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +15,7 @@ import blockpipe as bp
 from blockpipe.errors import StateError
 from blockpipe.recording.plain_values.evaluation.members import owners_of
 
+from ....alike import check_trains_alike
 from ....models import square
 from ....stage_devices import stages
 
@@ -58,3 +64,172 @@ def test_what_a_stage_sets_on_a_metaclass_and_another_reads_is_refused(reads: ty
     pipe = bp.Pipeline(Net(reads), devices=stages(2), chunks=4, schedule="gpipe")
     with pytest.raises(StateError, match=r"the forward changes Kind\.scale"):
         pipe.forward_backward(torch.randn(8, 4), loss_fn=square)
+
+
+class Policy:
+    __slots__ = ("act",)
+    k = 1.0
+
+    gain = property(lambda _: 1.0)
+
+    def rate(self) -> float:
+        return 1.0
+
+
+class Calm:
+    gain = 1.0
+
+
+class Wild(Calm):
+    gain = 2.0
+
+
+def doubled(h: Tensor) -> Tensor:
+    return 2 * h
+
+
+def same(h: Tensor) -> Tensor:
+    return h
+
+
+ACT: Callable[[Tensor], Tensor] = same
+SCALE = 1.0
+THIS = sys.modules[__name__]
+POLICY, STATE = Policy(), Calm()
+
+
+def _set_global(net: Any, v: float) -> None:
+    global ACT
+    ACT = doubled if v > 0 else same
+
+
+def _set_slot(net: Any, v: float) -> None:
+    POLICY.act = net.kinds[0] if v > 0 else net.kinds[1]
+
+
+def _set_method(net: Any, v: float) -> None:
+    Policy.rate = lambda _: v  # type: ignore[method-assign, assignment]
+
+
+def _set_property(net: Any, v: float) -> None:
+    Policy.gain = property(lambda _: v)
+
+
+def _set_class(net: Any, v: float) -> None:
+    STATE.__class__ = Wild if v > 0 else Calm
+
+
+def _set_of_class(net: Any, v: float) -> None:
+    Policy.k = v
+
+
+def _set_by_partial(net: Any, v: float) -> None:
+    functools.partial(setattr, THIS, "SCALE")(v)
+
+
+def _set_by_map(net: Any, v: float) -> None:
+    list(map(setattr, [THIS], ["SCALE"], [v]))
+
+
+def _set_in_dict(net: Any, v: float) -> None:
+    THIS.__dict__["SCALE"] = v
+
+
+def _update(net: Any, v: float) -> None:
+    vars(THIS).update(SCALE=v)
+
+
+def _set_of_module(net: Any, v: float) -> None:
+    THIS.SCALE = v  # type: ignore[attr-defined]
+
+
+def _set_of_parameter(net: Any, v: float) -> None:
+    net.a.weight.k = v
+
+
+LEADS: dict[str, tuple[Callable[[Any, float], None], Callable[[Any, Tensor], Tensor]]] = {
+    "a function in a global": (_set_global, lambda net, h: ACT(h)),
+    "a function in a slot": (_set_slot, lambda net, h: POLICY.act(h)),
+    "a method": (_set_method, lambda net, h: h * POLICY.rate()),
+    "a property": (_set_property, lambda net, h: h * POLICY.gain),
+    "a class, by isinstance": (_set_class, lambda net, h: 2 * h if isinstance(STATE, Wild) else h),
+    "a class, by type": (_set_class, lambda net, h: h if type(STATE) is Calm else 2 * h),
+    "vars of a class": (_set_of_class, lambda net, h: h * vars(Policy)["k"]),
+    "a copy of these": (_set_of_class, lambda net, h: h * {**vars(Policy)}["k"]),
+    "get of these": (_set_of_class, lambda net, h: h * Policy.__dict__.get("k", 0.0)),
+    "a partial setattr": (_set_by_partial, lambda net, h: h * SCALE),
+    "a map of setattr": (_set_by_map, lambda net, h: h * SCALE),
+    "a module's __dict__": (_set_in_dict, lambda net, h: h * SCALE),
+    "update of a module's vars": (_update, lambda net, h: h * SCALE),
+    "a module's attrgetter": (
+        _set_of_module,
+        lambda net, h: h * operator.attrgetter("SCALE")(THIS),
+    ),
+    "a module's vars": (_set_of_module, lambda net, h: h * dict(vars(THIS))["SCALE"]),
+    "a module by getattr_static": (
+        _set_of_module,
+        lambda net, h: h * inspect.getattr_static(THIS, "SCALE"),
+    ),
+    "dir": (
+        _set_of_module,
+        lambda net, h: h * getattr(THIS, next(n for n in dir(THIS) if n == "SCALE")),
+    ),
+    "a parameter's vars": (
+        _set_of_parameter,
+        lambda net, h: h * max(n for n in vars(net.a.weight).values() if isinstance(n, float)),
+    ),
+}
+
+
+class Leads(nn.Module):
+    """One stage sets what leads to a number, or to code, and the other one follows it."""
+
+    def __init__(self, lead: str, sets_on: int, reads_on: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.set, self.read = LEADS[lead]
+        self.on, self.kinds = (sets_on, reads_on), [doubled, same]
+
+    def forward(self, x: Tensor) -> Tensor:
+        sets_on, reads_on = self.on
+        for stage, layer in enumerate((self.a, self.b)):
+            with bp.Block(stage=stage):
+                x = layer(x)
+                if stage == sets_on:
+                    self.set(self, x.sum().item())
+                if stage == reads_on:
+                    x = self.read(self, x)
+        return x
+
+
+@pytest.fixture
+def leads_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is set is there, and put back after the test."""
+    monkeypatch.setitem(globals(), "ACT", same)
+    monkeypatch.setitem(globals(), "SCALE", 1.0)
+    monkeypatch.setitem(globals(), "STATE", Calm())
+    monkeypatch.setattr(Policy, "k", 1.0)
+    monkeypatch.setattr(Policy, "rate", Policy.rate)
+    monkeypatch.setattr(Policy, "gain", Policy.gain)
+    POLICY.act = same
+
+
+@pytest.mark.parametrize("lead", LEADS)
+@pytest.mark.parametrize("sets_on", [0, 1])
+def test_what_leads_to_code_or_numbers_when_stages_share_it_is_refused(
+    lead: str, sets_on: int, leads_nowhere: None
+) -> None:
+    """Functions and classes as values were taken for definitions, and the dictionaries of modules,
+    classes and parameters were nobody's: other numbers, silently."""
+    net = Leads(lead, sets_on, 1 - sets_on)
+    net.a.weight.k = 1.0
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match="under way at once"):
+        pipe.forward_backward(torch.randn(8, 4), loss_fn=torch.sum)
+
+
+@pytest.mark.parametrize("lead", LEADS)
+def test_what_leads_there_on_one_stage_is_the_plain_loops(lead: str, leads_nowhere: None) -> None:
+    net = Leads(lead, 1, 1)
+    net.a.weight.k = 1.0
+    check_trains_alike(net)
