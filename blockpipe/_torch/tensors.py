@@ -49,6 +49,32 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
     return [given[name] for name in written if name in given]
 
 
+def normalizes_batches(func: Any) -> bool:
+    """Return whether an operation below autograd is a batch norm."""
+    return "batch_norm" in getattr(func, "__name__", "")
+
+
+def updated_statistics(
+    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[Tensor]:
+    """Return the running statistics that a batch norm writes to. No schema says so, and no version
+    counts it."""
+    given = arguments_by_name(func, args, kwargs)
+    if not given.get("training", given.get("train", "update" in func.__name__)):
+        return []
+    found = (given.get(name) for name in ("running_mean", "running_var"))
+    return [tensor for tensor in found if isinstance(tensor, Tensor)]
+
+
+def arguments_by_name(
+    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return all arguments of an operation below autograd, with those that it has by default."""
+    arguments = schema_of(func).arguments
+    given = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    return given | dict(zip((a.name for a in arguments), args, strict=False)) | dict(kwargs)
+
+
 def reads_memory(func: Any) -> bool:
     """Return whether an operation below autograd reads what it is given: it is no view, by its
     schema, and no question, such as a fake tensor asks for its device."""

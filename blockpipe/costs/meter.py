@@ -18,7 +18,14 @@ from .._common.threads.thread_state import ours
 from .._torch.collectives import is_collective, made_alone
 from .._torch.custom_operators import body_of
 from .._torch.modes import DispatchMode
-from .._torch.tensors import OpOverload, reads_memory, schema_of, written_by
+from .._torch.tensors import (
+    OpOverload,
+    arguments_by_name,
+    normalizes_batches,
+    reads_memory,
+    updated_statistics,
+    written_by,
+)
 from .work import Work, seen, size_of
 
 _aten = torch.ops.aten
@@ -109,9 +116,9 @@ class Meter(DispatchMode):
             self.drew(kwargs.get("generator"))
         if self.fills is not None and func in _FILL_WHAT_THEY_SAVED:
             self.fills()
-        if "batch_norm" in getattr(func, "__name__", ""):
+        if normalizes_batches(func):
             if self.wrote is not None:
-                for tensor in _running_statistics(func, args, kwargs):
+                for tensor in updated_statistics(func, args, kwargs):
                     self.wrote(tensor)
         elif self.writing is not None:
             self.writing(tensors(written_by(func, args, kwargs)))
@@ -163,24 +170,8 @@ _DRAWS_UNLESS_ZERO = ("dropout_p", "dropout", "train", "training")
 def _draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     if not isinstance(func, OpOverload) or torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    given = _by_name(func, args, kwargs)
+    given = arguments_by_name(func, args, kwargs)
     return all(given.get(name, 1) != 0 for name in _DRAWS_UNLESS_ZERO)
-
-
-def _running_statistics(
-    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[Tensor]:
-    given = _by_name(func, args, kwargs)
-    if not given.get("training", given.get("train", "update" in func.__name__)):
-        return []
-    found = (given.get(name) for name in ("running_mean", "running_var"))
-    return [tensor for tensor in found if isinstance(tensor, Tensor)]
-
-
-def _by_name(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = schema_of(func).arguments
-    given = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    return given | dict(zip((a.name for a in arguments), args, strict=False)) | dict(kwargs)
 
 
 def _waits(func: Any, args: tuple[Any, ...], kwargs: Any) -> str | None:

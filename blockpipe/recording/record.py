@@ -249,7 +249,8 @@ def run_for_real(request: RecordRequest, watch: Callable[[RecordRequest, list[Ho
     # too.
     for each in (handlers, modes, state):
         request.undone.callback(each.restore_again)
-    with handlers, modes, state, preserve_rng(every_source()), WritesUndone(model):
+    undone = WritesUndone(model, state.tensors_beside())
+    with handlers, modes, state, preserve_rng(every_source()), undone:
         # Copies: the forward may write to its inputs, and it will run again.
         where = _one_device_of(model) if request.devices is None else None
         copied = partial(_copy_of, where=where)

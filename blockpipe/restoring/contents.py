@@ -53,14 +53,17 @@ def content_of(value: Any) -> ContentHolder | None:
         return None
     objects = value.copy() if value.dtype.hasobject else None  # whose addresses the bytes have
 
-    def put(before: bytes) -> None:
+    def put(before: tuple[bytes, tuple[int, ...]]) -> None:
+        content, shape = before
+        if value.shape != shape:
+            value.resize(shape, refcheck=False)
         kept = objects
         if kept is None:
-            kept = numpy.frombuffer(before, value.dtype).reshape(value.shape)
+            kept = numpy.frombuffer(content, value.dtype).reshape(shape)
         if value.flags.writeable:
             numpy.copyto(value, kept)
 
-    return ContentHolder(value, value.tobytes, put)
+    return ContentHolder(value, lambda: (value.tobytes(), value.shape), put)
 
 
 def _text(file: io.StringIO | io.BytesIO) -> tuple[Any, int] | None:

@@ -300,6 +300,8 @@ class MemberHolder(Holder):
         super().__init__(owner)
 
     def now(self) -> list[tuple[str, Any]]:
+        if self._key == "__bases__" and isinstance(self.owner, type):
+            return [(self._key, self.owner.__bases__)]  # in no dictionary
         return [(self._key, self._members[self._key])] if self._key in self._members else []
 
     def put(self, key: str, value: Any) -> None:
@@ -343,12 +345,18 @@ class FunctionHolder(Holder):
     def __init__(self, function: types.FunctionType) -> None:
         names, cells = function.__code__.co_freevars, function.__closure__ or ()
         self._function, self._cells = function, dict(zip(names, cells, strict=True))
+        self._code = function.__code__
         super().__init__(function)
 
     def now(self) -> list[tuple[Any, Any]]:
         contents = [(name, content_of_cell(cell)) for name, cell in self._cells.items()]
         held = [(name, content) for name, content in contents if content is not _UNSET]
         return [*((name, getattr(self._function, name)) for name in _DEFAULTS), *held]
+
+    def restore(self) -> None:
+        if self._function.__code__ is not self._code:
+            self._function.__code__ = self._code
+        super().restore()
 
     def put(self, key: str, value: Any) -> None:
         if key in _DEFAULTS:

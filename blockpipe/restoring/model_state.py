@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from .._common.imports import imported_in
 from .._common.libraries import FOREIGN, given_by_name, given_to_libraries, has_users_code, is_users
+from .._common.nested import tensors
 from .._torch.modules import hooks_of_all_modules
 from .._torch.patched_functions import in_place_of_torchs
 from .contents import content_of, kept_hooks, kept_otherwise, kept_registry, kept_tensor, objects_in
@@ -39,6 +40,7 @@ from .holders import (
     environment,
 )
 from .iterators import BOUND, StandIns, is_iterator, is_of_loader
+from .module_holders import ScriptHolder
 from .process_state import kept_interpreter
 
 MOST_OBJECTS = 200_000
@@ -101,6 +103,13 @@ class ModelState:
     def objects(self) -> list[Any]:
         """Return all objects that were found, the nearest first."""
         return [*self._seen.values()]
+
+    def tensors_beside(self) -> Iterator[Tensor]:
+        """Yield the tensors whose values are not saved, as they may be as large as the model: those
+        that tensors, data sets, distributions and optimizers have as attributes."""
+        for holder in self.holders:
+            if isinstance(holder, AttributesHolder) and _is_open(holder.owner):
+                yield from tensors([value for _, value in holder.before])
 
     def restore(self) -> None:
         """Put everything back, in place. Of one place, what was kept first counts: holders may
@@ -247,6 +256,8 @@ class ModelState:
             self._slots[kind] = slot_members(kind)
         slots = self._slots[kind]
         held = self._hold(SlotsHolder(value, slots)) if slots else []
+        if isinstance(value, torch.jit.ScriptModule):
+            held += self._hold(ScriptHolder(value))
         try:
             attributes = object.__getattribute__(value, "__dict__")
         except AttributeError:
@@ -258,11 +269,15 @@ class ModelState:
         if isinstance(value, torch.utils.data.Dataset | torch.utils.data.DataLoader):
             many = (m for m in found if isinstance(m, _SIZED) and len(m) > MOST_ITEMS)
             self._long.update(map(id, many))
-        if not isinstance(value, Tensor) and not package.startswith(_OPEN):
+        if not _is_open(value):
             return found
         # Tensors on a tensor may be as large as the model (main_grad, a subclass's inner ones),
         # and those of a data set larger.
         return [m for m in found if not isinstance(m[0] if type(m) is tuple and m else m, Tensor)]
+
+
+def _is_open(value: Any) -> bool:
+    return isinstance(value, Tensor) or f"{type(value).__module__}.".startswith(_OPEN)
 
 
 def _behind(iterator: Any) -> list[Any]:

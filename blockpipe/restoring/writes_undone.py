@@ -1,6 +1,6 @@
 """Undo what a forward writes to parameters, or, while it runs on fake tensors, to any real one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from .._torch.modes import DispatchMode
 from .._torch.tensors import (
     FakeTensor,
+    normalizes_batches,
     put_back,
     storage_of,
     unset_fake_temporarily,
+    updated_statistics,
     version_of,
     written_by,
 )
@@ -42,7 +44,8 @@ class _Undone(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        for value in written_by(func, args, kwargs):
+        written = updated_statistics if normalizes_batches(func) else written_by
+        for value in written(func, args, kwargs):
             self._keep(value)
         return func(*args, **kwargs)
 
@@ -94,15 +97,17 @@ class RealWritesUndone(_Undone):
 
 
 class WritesUndone(_Undone):
-    """Undo the writes to parameters and to their gradients.
+    """Undo the writes to parameters, to their gradients, and to other tensors.
 
     Args:
         model: the model that has the parameters.
+        others: the other tensors.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, others: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._parameters = [(p, p.data, p.grad) for p in model.parameters()]
+        self._others = [*others]
         self._watched = {
             storage_of(tensor): tensor
             for tensor in self._tensors()
@@ -115,6 +120,7 @@ class WritesUndone(_Undone):
                 yield data
             if gradient is not None:
                 yield gradient
+        yield from self._others
 
     def watched(self, tensor: Tensor) -> Tensor | None:
         """Return the parameter or gradient that a tensor is a view of, the first time."""

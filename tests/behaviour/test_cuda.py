@@ -264,9 +264,8 @@ def test_offload_keeps_the_numbers(schedule, checkpoint, steps, monkeypatch):
 
 
 def growth(**options):
-    """The memory of the first stage that twice as many rows take, as predicted and as measured,
-    without what stays after a step: cuBLAS keeps 32 MiB on an H100 for each thread and stream that it
-    has run in, and a step may be the first in one."""
+    """The memory of the first stage that twice as many rows take, predicted and measured, without
+    what stays after a step: cuBLAS keeps 32 MiB on an H100 for each thread and stream."""
     seen = []
     for rows in (64, 128):
         x = torch.randn(rows, 256, 256)
@@ -275,8 +274,8 @@ def growth(**options):
         pipe, _ = stepped(model, x, on(0, "cpu", "cpu", "cpu"), **options)  # little to do there
         with pipe.measured_memory() as report:
             pipe.forward_backward(x, loss_fn=square)
-        stage = report.stages[0]
-        seen.append((stage.peak, stage.measured - torch.cuda.memory_allocated()))
+        (stage, *_), stays = report.stages, torch.cuda.memory_allocated()
+        seen.append((stage.peak, stage.measured - stays))
     return tuple(after - before for before, after in zip(*seen, strict=True))
 
 

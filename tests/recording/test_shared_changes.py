@@ -116,3 +116,66 @@ def test_a_setting_that_is_set_back_before_the_next_operation_is_refused(change:
     pipe = bp.Pipeline(SetsBack(change), devices=["cpu"] * 2, chunks=2)
     with pytest.raises(StateError, match="the forward changes .*, and runs under it"):
         pipe.forward_backward(torch.randn(4, 4), loss_fn=torch.sum)
+
+
+class Centred(nn.Module):
+    """One stage reads the running statistics of a norm that runs on the other one."""
+
+    def __init__(self, reads_on: int) -> None:
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.reads_on = reads_on
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage, layer in enumerate((self.a, self.b)):
+            with bp.Block(stage=stage):
+                x = layer(x)
+                is_read = stage == self.reads_on
+                x = x - self.norm.running_mean if is_read else self.norm(x)
+        return x
+
+
+@pytest.mark.parametrize("reads_on", [0, 1])
+def test_running_statistics_when_another_stage_reads_them_are_refused(reads_on: int) -> None:
+    """On the earlier stage, where the norm has an alias of them: other numbers, silently."""
+    pipe = bp.Pipeline(Centred(reads_on), devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match=r"'norm\.running_mean'.*on hops \[0, 1\]"):
+        pipe.forward_backward(torch.randn(8, 4), loss_fn=square)
+
+
+class Hooks(nn.Module):
+    """One stage hooks a module that the other one calls: each second time, or once for all."""
+
+    def __init__(self, *, toggles: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.end = nn.Linear(4, 4), nn.Linear(4, 4), nn.Identity()
+        self.toggles, self.handle = toggles, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            x = self.a(x)
+            if self.handle is None:
+                self.handle = self.end.register_forward_hook(lambda _, __, output: 2 * output)
+            elif self.toggles:
+                self.handle.remove()
+                self.handle = None
+        with bp.Block(stage=1):
+            return self.end(self.b(x))
+
+
+def test_a_hook_that_the_next_forward_removes_is_refused() -> None:
+    """Only hooks that one forward registers and removes were: other numbers, silently."""
+    pipe = bp.Pipeline(Hooks(toggles=True), devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match=r"changes end\._forward_hooks"):
+        pipe.forward_backward(torch.randn(8, 4), loss_fn=square)
+
+
+def test_a_hook_that_the_first_forward_registers_for_good_is_fine() -> None:
+    net = Hooks(toggles=False)
+    plain = copy.deepcopy(net).to(stages(1)[0])
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    for _ in range(2):
+        x = torch.randn(8, 4)
+        pipe.forward_backward(x, loss_fn=square)
+        plain_step(plain, (x.to(stages(1)[0]),), {}, None, square, 4)
+    assert_same_gradients(net, plain)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -127,3 +128,28 @@ def test_steps_do_to_hidden_tensors_what_the_plain_loop_does(change: str, *, rea
         for part in x.chunk(4):
             plain(part)
     assert hidden(net) == hidden(plain)
+
+
+class Lists(nn.Module):
+    """Adds an entry to an array of numpy by its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.seen = nn.Linear(4, 4), nn.Linear(4, 4), np.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            x = self.a(x)
+            self.seen.resize(self.seen.size + 1, refcheck=False)
+            self.seen[-1] = 1
+        with bp.Block(stage=1):
+            return self.b(x)
+
+
+def test_an_array_that_the_forward_resizes_is_put_back() -> None:
+    """It has the plain loop's entries, and the first step is no ``ValueError``."""
+    net = Lists()
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4)
+    for _ in range(2):
+        pipe.forward_backward(torch.randn(8, 4), loss_fn=torch.sum)
+    assert net.seen.tolist() == [0.0] + [1.0] * 8

@@ -33,8 +33,8 @@ from ...restoring.holders import (
     container_of,
     environment,
 )
-from ...restoring.hook_counts import REMEDY as REMEDY_OF_HOOKS
-from ...restoring.hook_counts import HookCounts, HooksOfAll, is_of_hooks
+from ...restoring.module_holders import REMEDY as REMEDY_OF_HOOKS
+from ...restoring.module_holders import HookCounts, HooksOfAll, ScriptHolder, is_of_hooks
 from ...stages.cursor import is_of_microbatch
 from ..calls import hops_by_path
 from ..entries import SharedChange
@@ -116,6 +116,7 @@ class OutsideState:
             environment(),
             *map(ModuleHolder, near.values()),
             *(DictHolder(vars(tensor), tensor) for _, tensor in self._tensors.values()),
+            *(holder for holder in holders if isinstance(holder, ScriptHolder)),
         ]
         others = {id(h.owner): h.owner for h in holders if isinstance(h.owner, nn.Module)}
         self._slots = {
@@ -180,16 +181,17 @@ class OutsideState:
         change.replaced_on |= set() if then is _UNSET else {max(hop, 0)}
         if is_growth(then, now):
             change.grown_on.add(max(hop, 0))
-        elif not isinstance(now, Tensor) or self._replaces(owner, now):
+        elif not isinstance(now, Tensor) or self._replaces(holder, now):
             change.hops.add(max(hop, 0))
         change.last = now
         for member in now.members if isinstance(now, Content) else (now,):
             self._watch(member)
 
-    def _replaces(self, owner: Any, now: Tensor) -> bool:
-        """Whether it is the parameter of a module that is none of the model's, which does not say
-        of which micro-batch it is."""
-        return id(owner) in self._slots and getattr(now, TAG, None) is None
+    def _replaces(self, holder: Holder, now: Tensor) -> bool:
+        """Whether it is the parameter of a module that is none of the model's, or what a scripted
+        one has made, which do not say of which micro-batch they are."""
+        is_of_others = id(holder.owner) in self._slots or isinstance(holder, ScriptHolder)
+        return is_of_others and getattr(now, TAG, None) is None
 
     def _watch(self, value: Any) -> None:
         """Watch an object that the forward has made and stored, because it may go on changing
@@ -290,12 +292,17 @@ class OutsideState:
             is_put_back = bool(change.hops) and is_same(change.last, change.first)
             # An object that one hop empties or resets, and another adds to, does not only collect.
             hops = sorted(change.hops | change.grown_on if change.hops else ())
-            if not (len(hops) > 1 or (is_put_back and may_be_read)):
+            # A hook that stays may be there once for all, or be another forward's to remove.
+            stays = bool(hops) and not is_put_back and is_of_hooks(change.owner, change.key)
+            if not (len(hops) > 1 or ((is_put_back or stays) and may_be_read)):
                 continue
             if not self._is_unread(change, reads):
                 is_of_module = id(change.owner) in self._slots
                 remedy = OWN_MODULE if is_of_module else _remedy(change)
-                yield SharedChange(change.name, "sets it", hops, change.where, remedy)
+                is_last = stays and len(hops) == 1
+                found = SharedChange(change.name, "sets it", hops, change.where, remedy, is_last)
+                found.is_traced = is_last
+                yield found
 
     def _is_unread(self, change: _Change, reads: NamesRead) -> bool:
         if change.attribute is not None:

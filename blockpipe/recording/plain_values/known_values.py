@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..._common.libraries import has_users_code
@@ -187,6 +188,9 @@ class KnownValues:
         if known is not None and not (known.is_traced and key is not None):
             known.set_on |= hops
             known.first_write = known.first_write or where
+            # What TorchScript has made does not say which micro-batch it is of.
+            is_scripted = isinstance(owner, torch.jit.ScriptModule)
+            known.is_bare = known.is_bare or is_scripted
 
     def sets(self, first: Container[int]) -> dict[int, str]:
         """Return the objects that are set, by the numbers of :func:`space_of`, in words.

@@ -130,7 +130,7 @@ class TakenIn:
         if isinstance(owner, Names | types.ModuleType):
             self._hold_name(owner.names if isinstance(owner, Names) else vars(owner), key)
         elif isinstance(owner, type):
-            if id(owner) not in self._lasting:
+            if id(owner) not in self._lasting or str(key).startswith("__"):
                 self._hold_name(owner, key)
         elif key is ALL:
             self._changes(owner)

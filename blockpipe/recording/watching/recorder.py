@@ -15,6 +15,7 @@ from ..._common.callsite import users_line
 from ..._common.nested import tensors
 from ..._common.text import dtype_text
 from ..._common.threads.thread_state import ours
+from ..._torch.scripted import read_by_script
 from ..._torch.tensors import FakeTensor, shape_of, version_of
 from ...costs.work import size_of
 from ...crossing.microbatch_run import MicrobatchRun
@@ -233,8 +234,7 @@ class Recorder:
         """Note where a tensor that is read comes from, and what that means for the calls under
         way."""
         key = id(tensor)
-        held = self.held.get(key)
-        if held is not None:
+        if (held := self.held.get(key)) is not None:
             self._note_read(tensor, held)
         elif getattr(tensor, TAG, None) is not None and self.outside_tensors.knows(tensor):
             # A real run wrote to it, and it became this micro-batch's.
@@ -370,7 +370,7 @@ class Recorder:
             result = function(*args, **kwargs)
             if call.hop is None and self.costs.kernels > kernels:
                 with ours():
-                    self._note_unseen((args, kwargs), result)
+                    self._note_unseen((args, kwargs, read_by_script(what)), result)
             elif call.transforms and call.sealed:
                 with ours():  # no function mode sees how torch.func unwraps its results
                     self.run.claims.claim(result, ())
@@ -401,8 +401,7 @@ class Recorder:
 
     def wrote(self, tensor: Tensor) -> None:
         """Note that an operation wrote to a tensor without counting up its version."""
-        held = self.held.get(id(tensor))
-        if held is not None:
+        if (held := self.held.get(id(tensor))) is not None:
             held.written = True
         self.outside_tensors.wrote(tensor)
 

@@ -215,8 +215,8 @@ def _told_below(recorder: Recorder) -> tuple[Callable[..., None], ...]:
     late = recorder.late
 
     def wrote(tensor: Tensor) -> None:
-        recorder.wrote(tensor)
-        late.updates(tensor)
+        for held in late.updates(tensor):
+            recorder.wrote(held)
 
     fills = partial(recorder.calls.refuse, "autograd saves its noise before it is drawn (RReLU)")
     return recorder.draws.drew, wrote, recorder.given, late.writing, fills, late.reading

@@ -226,6 +226,8 @@ class Frame:
                 made = self.evaluated(node.value.func)  # by its class: ``Options().scale``
                 owner = made if isinstance(made, type) else UNKNOWN
         elif isinstance(node, ast.Subscript):
+            if access.writes and getattr(node.value, "attr", "") == "__kwdefaults__":
+                return self.evaluated(node.value.value), ALL, UNKNOWN  # type: ignore[attr-defined]
             owner, key = self.evaluated(node.value), self.key(node.slice)
             is_entry = not isinstance(owner, type) and owner is not UNKNOWN
             key = key if isinstance(owner, Mapping) else ALL

@@ -10,17 +10,22 @@ from collections import deque, namedtuple
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ...._common.threads.thread_state import ours
 from ...._torch.modules import SLOTS, children_of
+from ...._torch.scripted import in_script, names_in_script
 from ....restoring.model_state import slot_members
 
 UNKNOWN: Any = object()  # not known
 
 ALL: Any = object()  # the key of a whole container
 
-WHOLE = ("__class__", "__dict__")  # who sets them sets all attributes
+WHOLE = (  # who sets them sets all attributes, or all that a call does
+    *("__class__", "__dict__", "__bases__"),
+    *("__code__", "__defaults__", "__kwdefaults__"),
+)
 
 BY_ARGUMENT: Any = object()  # the key of a dictionary's entry that only a call tells
 
@@ -159,6 +164,8 @@ def _attribute(owner: Any, name: str) -> Any:
         return type(owner)
     if name in attributes:
         return attributes[name]
+    if isinstance(owner, torch.jit.ScriptModule) and name in names_in_script(owner):
+        return in_script(owner, name)
     for slot in slot_members(type(owner)):
         if getattr(slot, "__name__", "") == name:
             try:

@@ -104,6 +104,14 @@ class LastingMemory:
             self._versions[id(tensor)] = version
         return found
 
+    def behind(self, tensor: Tensor) -> list[Tensor]:
+        """Return the noted tensors whose memory a tensor has, at least in part."""
+        with without_torch_functions():
+            if (place := self.place_of(tensor)) is None:
+                return []
+            found = [(one, self.place_of(one)) for one in self._tensors[place.key].values()]
+        return [one for one, its in found if its is not None and place.overlaps(its)]
+
     def counts_for(self, place: MemoryPart, tensor: Tensor) -> bool:
         """Return whether a tensor has the version of the memory, and no counter of its own, as
         ``.data`` has."""

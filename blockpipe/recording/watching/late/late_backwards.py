@@ -96,8 +96,9 @@ class LateBackwards:
 
     # --- below autograd
 
-    def updates(self, tensor: Tensor) -> None:
-        """Note that a normalization updates a running statistic."""
+    def updates(self, tensor: Tensor) -> list[Tensor]:
+        """Note that a normalization updates a running statistic; return it, or, for another hop's
+        alias, the tensors that it is one of."""
         with without_torch_functions():
             write = self._write_to(tensor)
         if write is not None:
@@ -105,6 +106,7 @@ class LateBackwards:
             self._writes.append(write)
             self.reads.updates(write.place)
         self._statistics.add(id(tensor))
+        return [tensor] if write is None else self.memory.behind(tensor)
 
     def reading(self, operands: Iterable[Tensor]) -> None:
         """Note what an operation reads. That is not the statistics that it updates."""

@@ -76,6 +76,28 @@ class Policy:
         return 1.0
 
 
+class Plain:
+    def rate(self) -> float:
+        return 1.0
+
+
+class Double:
+    def rate(self) -> float:
+        return 2.0
+
+
+class Based(Plain):
+    pass
+
+
+def scaled(h: Tensor, *, by: float = 1.0) -> Tensor:
+    return h * by
+
+
+def halved(h: Tensor, *, by: float = 1.0) -> Tensor:
+    return h / 2
+
+
 class Calm:
     gain = 1.0
 
@@ -95,7 +117,7 @@ def same(h: Tensor) -> Tensor:
 ACT: Callable[[Tensor], Tensor] = same
 SCALE = 1.0
 THIS = sys.modules[__name__]
-POLICY, STATE = Policy(), Calm()
+POLICY, STATE, BASED = Policy(), Calm(), Based()
 
 
 def _set_global(net: Any, v: float) -> None:
@@ -117,6 +139,22 @@ def _set_property(net: Any, v: float) -> None:
 
 def _set_class(net: Any, v: float) -> None:
     STATE.__class__ = Wild if v > 0 else Calm
+
+
+def _set_bases(net: Any, v: float) -> None:
+    Based.__bases__ = (Double,) if v > 0 else (Plain,)
+
+
+def _set_default(net: Any, v: float) -> None:
+    scaled.__kwdefaults__["by"] = v
+
+
+def _set_defaults(net: Any, v: float) -> None:
+    scaled.__kwdefaults__ = {"by": v}
+
+
+def _set_code(net: Any, v: float) -> None:
+    scaled.__code__ = (halved if v > 0 else same).__code__
 
 
 def _set_of_class(net: Any, v: float) -> None:
@@ -154,6 +192,10 @@ LEADS: dict[str, tuple[Callable[[Any, float], None], Callable[[Any, Tensor], Ten
     "a property": (_set_property, lambda net, h: h * POLICY.gain),
     "a class, by isinstance": (_set_class, lambda net, h: 2 * h if isinstance(STATE, Wild) else h),
     "a class, by type": (_set_class, lambda net, h: h if type(STATE) is Calm else 2 * h),
+    "the bases of a class": (_set_bases, lambda net, h: h * BASED.rate()),
+    "a default": (_set_default, lambda net, h: scaled(h)),
+    "the defaults": (_set_defaults, lambda net, h: scaled(h)),
+    "the code": (_set_code, lambda net, h: scaled(h)),
     "vars of a class": (_set_of_class, lambda net, h: h * vars(Policy)["k"]),
     "a copy of these": (_set_of_class, lambda net, h: h * {**vars(Policy)}["k"]),
     "get of these": (_set_of_class, lambda net, h: h * Policy.__dict__.get("k", 0.0)),
@@ -203,7 +245,7 @@ class Leads(nn.Module):
 
 
 @pytest.fixture
-def leads_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def leads_nowhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is set is there, and put back after the test."""
     monkeypatch.setitem(globals(), "ACT", same)
     monkeypatch.setitem(globals(), "SCALE", 1.0)
@@ -212,6 +254,11 @@ def leads_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Policy, "rate", Policy.rate)
     monkeypatch.setattr(Policy, "gain", Policy.gain)
     POLICY.act = same
+    for name in ("__code__", "__kwdefaults__"):
+        monkeypatch.setattr(scaled, name, getattr(scaled, name))
+    scaled.__kwdefaults__ = {"by": 1.0}
+    yield
+    Based.__bases__ = (Plain,)
 
 
 @pytest.mark.parametrize("lead", LEADS)

@@ -1,4 +1,5 @@
-"""The numbers of hooks that modules have, to see those that a forward registers for a while.
+"""What modules have beside attributes: the numbers of their hooks, to see those that a forward
+registers for a while, and what TorchScript keeps.
 
 A hook is a change of its module: micro-batches under way at once would run each other's.
 """
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .._torch.modules import hooks_of_all_modules
+from .._torch.scripted import in_script, names_in_script, set_in_script
 from .holders import Holder
 
 REMEDY = (
@@ -19,6 +21,9 @@ REMEDY = (
 
 _OF_ALL = "the hooks of all modules (register_module_forward_hook and its like)"
 _Counts = dict[Any, int]
+
+_CONTAINERS = (list, dict, tuple)
+_PLAIN = (int, float, complex, str, bool, type(None))
 
 
 def is_of_hooks(owner: Any, key: Any) -> bool:
@@ -41,6 +46,46 @@ class HooksOfAll(Holder):
 
     def now(self) -> list[tuple[int, int]]:
         return [*enumerate(map(len, hooks_of_all_modules()))]
+
+
+class ScriptHolder(Holder):
+    """The attributes of a module that ``torch.jit.script`` or ``torch.jit.trace`` has made.
+
+    Args:
+        module: the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._names = names_in_script(module)
+        self._latest: dict[str, Any] = {}
+        super().__init__(module)
+
+    def now(self) -> list[tuple[str, Any]]:
+        return [(name, self._of(name)) for name in self._names]
+
+    def _of(self, name: str) -> Any:
+        """Return an attribute: of a container, the copy that was made first, as long as they are
+        alike."""
+        value = in_script(self.owner, name)
+        if isinstance(value, _CONTAINERS):
+            first = self._latest.setdefault(name, value)
+            if not _is_alike(first, value):
+                self._latest[name] = value
+            return self._latest[name]
+        return value
+
+    def put(self, key: str, value: Any) -> None:
+        set_in_script(self.owner, key, value)
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return _is_alike([*one.items()], [*other.items()])
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_is_alike, one, other))
+    return one is other or (isinstance(one, _PLAIN) and bool(one == other))
 
 
 class HookCounts:
