@@ -332,6 +332,16 @@ def _take_turn() -> None:
             _turn.acquire()
 
 
+@contextmanager
+def _while_nobody_draws() -> Iterator[None]:
+    """Wait until no other thread draws, another pipeline's either, and let none begin meanwhile."""
+    _take_turn()
+    try:
+        yield
+    finally:
+        _turn.release()
+
+
 class RngStreams:
     """The streams of one step's micro-batches.
 
@@ -345,7 +355,8 @@ class RngStreams:
     """
 
     def __init__(self, sources: Iterable[Source], microbatches: int) -> None:
-        self._begin = current(dict.fromkeys(sources))
+        with _while_nobody_draws():
+            self._begin = current(dict.fromkeys(sources))
         self._left = dict(self._begin)  # where the last stretch has left them
         self.others: set[Source] = set()
         self._states: list[States] = [{} for _ in range(microbatches)]
@@ -411,6 +422,10 @@ class RngStreams:
 
     def finish(self) -> None:
         """Set the generators to the states in which the first micro-batch left them."""
+        with _while_nobody_draws():
+            self._finish()
+
+    def _finish(self) -> None:
         self._look(self._begin)
         for source, begin in self._begin.items():
             state = self._states[0].get(source, begin)

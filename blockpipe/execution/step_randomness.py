@@ -33,13 +33,11 @@ class StepRandomness:
     def __init__(self, request: StepRequest) -> None:
         self._prepared = request.prepared
         self._loss_fn, self._loss_kind = request.loss_fn, request.loss_kind
-        count = len(request.microbatches)
-        self._is_one_by_one = self._prepared.runs_inline(request.schedule, count)
+        self._count = len(request.microbatches)
+        self._is_one_by_one = self._prepared.runs_inline(request.schedule, self._count)
         self._is_first = self._prepared.steps == 0
         self.sources = self._sources()
         self._streams: RngStreams | None = None
-        if self.any_draws:
-            self._streams = RngStreams(self.all_sources, count)
 
     def _sources(self) -> list[list[Source]]:
         prepared = self._prepared
@@ -68,8 +66,11 @@ class StepRandomness:
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Stand around the forwards: where they succeed, the generators go on from them."""
-        streams = self._streams
-        with SettingGenerators(sets=streams is not None) as stretch:
+        with SettingGenerators(sets=self.any_draws) as stretch:
+            # Not before: another pipeline's step may end in between.
+            if self.any_draws:
+                self._streams = RngStreams(self.all_sources, self._count)
+            streams = self._streams
             before = {} if streams is not None else current(self._prepared.generators)
             try:
                 yield
