@@ -58,6 +58,8 @@ _ASKS = (isinstance, type, id, hasattr, getattr, setattr, delattr, callable, var
 
 _Set = tuple[Any, Any, Any]  # an object, a name in it, and the value there before
 
+_NO_METHODS = ("builtins", "abc", "typing", "enum")  # that read what an object holds
+
 # Methods of an array that give a view.
 _VIEWS = ("ravel", "reshape", "view", "transpose", "swapaxes", "squeeze", "diagonal")
 
@@ -324,12 +326,14 @@ def is_used_whole(value: Any, access: Access, *, is_still: bool) -> bool:
 
 
 def is_of_library(value: Any) -> bool:
-    """Return whether a value is an object whose methods are a library's, or Python's."""
+    """Return whether a value is an object whose methods are a library's, or Python's; of a class of
+    the user's, whether it inherits some."""
     kind = type(value)
     if kind is types.MappingProxyType:
         return True
     is_other = isinstance(value, (*CODE, nn.Module, Tensor)) or value is os.environ
-    return not is_other and hasattr(value, "__dict__") and not is_users(kind.__module__)
+    others = {base.__module__ for base in kind.__mro__}.difference(_NO_METHODS)
+    return not is_other and hasattr(value, "__dict__") and not all(map(is_users, others))
 
 
 def inside(value: Any) -> Iterator[Any]:

@@ -1,7 +1,7 @@
 """What torch's own methods set: modes of modules, which parameters need a gradient, submodules."""
 
 import copy
-from collections import UserList, defaultdict
+from collections import UserDict, UserList, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -380,3 +380,34 @@ def test_a_log_of_classes_that_several_stages_fill_is_fine() -> None:
     LOGGED.clear()
     bp.Pipeline(Logs(), devices=stages(2), chunks=2)(torch.randn(4, 4))
     assert LOGGED == ["Tensor"] * 4
+
+
+class Stats(UserDict[str, float]):
+    """A class of the user's with the methods of a library's."""
+
+
+class Keeps(nn.Module):
+    """One stage counts by an entry, and the other one reads by a method that it inherits."""
+
+    def __init__(self, reads: Callable[[Stats], float]) -> None:
+        super().__init__()
+        self.a, self.b, self.stats, self.reads = nn.Linear(4, 4), nn.Linear(4, 4), Stats(n=0), reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            self.stats["n"] += 1
+            x = self.a(x)
+        with bp.Block(stage=1):
+            return self.b(x) * self.reads(self.stats)
+
+
+@pytest.mark.parametrize(
+    "reads", [lambda s: s["n"], lambda s: s.get("n", 0), lambda s: sum(s.values()), len]
+)
+def test_what_a_class_of_the_users_keeps_in_a_librarys_is_refused(
+    reads: Callable[[Stats], float],
+) -> None:
+    """By a method that is inherited: other numbers, silently."""
+    pipe = bp.Pipeline(Keeps(reads), devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match="under way at once"):
+        pipe.forward_backward(torch.randn(8, 4), loss_fn=square)
