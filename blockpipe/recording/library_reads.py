@@ -9,20 +9,23 @@ from __future__ import annotations
 import functools
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from .._common.callsite import users_line
+from .._common.libraries import is_users
 from ..restoring.holders import Holder
 from .calls import Call
 from .plain_values.evaluation.members import ALL
 from .plain_values.values import SharedValue
-from .reads import libraries_code_reads
+from .reads import libraries_code_reads, mentioned, reads_by_computed_names
 
 _UNDO = ("__exit__", "remove")  # a context manager's end, and a hook's
 _PLAIN = (bool, int, float, str, type(None))
+
+_MOST_CALLS = 4  # of methods in methods: a guess
 
 _INSIDE = ("torch", "contextlib", __name__.partition(".")[0])
 
@@ -45,6 +48,8 @@ class LibraryReads:
             if isinstance(owner, nn.Module) and key not in registered
         }
         self._ran: dict[tuple[int, int], str] = {}  # by the id of such a module and the hop
+        # Of libraries' methods that the user's code calls: by the object's id, code and hop.
+        self._asked: dict[int, dict[tuple[types.CodeType, int], str]] = {}
         self.before_undone: Callable[[], None] = lambda: None  # called when a change may end
 
     def asks(self, code: types.CodeType) -> bool:
@@ -60,6 +65,18 @@ class LibraryReads:
             itself = id(frame.f_locals.get("self"))
             if itself in self._hidden:
                 self._ran.setdefault((itself, hop()), users_line())
+
+    def asked(self, owner: Any, name: Any, hop: int, where: str) -> None:
+        """Note that the user's code takes a member of an object on a hop: a method, or a property,
+        of a library's reads what it names."""
+        if isinstance(name, str) and (code := _librarys_code(type(owner), name)) is not None:
+            self._asked.setdefault(id(owner), {}).setdefault((code, hop), where)
+
+    def asked_for(self, owner: Any, key: Any) -> Iterator[tuple[int, str]]:
+        """Yield the hops on which such a member may read an attribute, each with a line."""
+        for (code, hop), where in self._asked.get(id(owner), {}).items():
+            if _may_read(type(owner), code, key):
+                yield hop, where
 
     def note(self, values: Iterable[SharedValue], calls: Iterable[Call]) -> None:
         """Add to each value that was set the hops on which a library's code reads it.
@@ -79,6 +96,10 @@ class LibraryReads:
         ]
         for key, hop, where in (*called, *((*ran, where) for ran, where in self._ran.items())):
             for known in read_by.get(key, ()):
+                known.read_on.add(hop)
+                known.first_read = known.first_read or where
+        for known in values:
+            for hop, where in self.asked_for(known.owner, known.key) if known.set_on else ():
                 known.read_on.add(hop)
                 known.first_read = known.first_read or where
 
@@ -101,6 +122,29 @@ class LibraryReads:
                 if not isinstance(value, _PLAIN):
                     found[id(value)].append(module)
         return found
+
+
+def _librarys_code(kind: type, name: str) -> types.CodeType | None:
+    """Return the code of a method or a property that a class has from a library's."""
+    base = next((base for base in kind.__mro__ if name in vars(base)), None)
+    if base is None or base is nn.Module or is_users(base.__module__):
+        return None
+    member = vars(base)[name]
+    function = member.fget if isinstance(member, property) else member
+    return getattr(function, "__code__", None)
+
+
+def _may_read(kind: type, code: types.CodeType, key: object) -> bool:
+    """Return whether a method, or another one of its class that it names, may read an attribute."""
+    level, seen = [code], {code}
+    for _ in range(_MOST_CALLS):
+        names = frozenset[str]().union(*map(mentioned, level))
+        if key is ALL or key in names or any(map(reads_by_computed_names, level)):
+            return True
+        called = {found for name in names if (found := _librarys_code(kind, name)) is not None}
+        level = [*(called - seen)]
+        seen |= called
+    return False
 
 
 def _is_method(code: types.CodeType) -> bool:

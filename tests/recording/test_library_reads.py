@@ -12,6 +12,7 @@ import blockpipe as bp
 from blockpipe.errors import StateError
 
 from ..alike import check_trains_alike
+from ..models import square
 from ..stage_devices import stages
 
 
@@ -105,3 +106,42 @@ def test_a_value_of_a_configuration_that_a_librarys_module_reads_is_refused():
     pipe = bp.Pipeline(Configures(), devices=stages(2), chunks=4)
     with pytest.raises(StateError, match="use_cache"):
         pipe.forward_backward(torch.randn(8, 3, 8), loss_fn=torch.sum)
+
+
+class Asks(nn.Module):
+    """One stage sets an attribute of a library's object, and the other one calls its methods."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.a, self.b, self.kind = nn.Linear(4, 4), nn.Linear(4, 4), kind
+        if kind == "metric":
+            self.held: Any = pytest.importorskip("torchmetrics").MeanMetric()
+        elif kind == "parameters":
+            self.held = nn.ParameterDict({"n": 0})
+        else:
+            self.held = pytest.importorskip("transformers").PretrainedConfig(n=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            x = self.a(x)
+            if self.kind == "metric":
+                self.held.update(1.0)
+            elif self.kind == "parameters":
+                self.held.update({"n": self.held["n"] + 1})
+            else:
+                self.held.n += 1
+        with bp.Block(stage=1):
+            x = self.b(x)
+            if self.kind == "metric":
+                return x * self.held.update_count
+            if self.kind == "parameters":
+                return x * self.held["n"]
+            return x * self.held.to_dict()["n"]
+
+
+@pytest.mark.parametrize("kind", ["configuration", "metric", "parameters"])
+def test_what_a_librarys_method_reads_of_an_object_is_refused(kind: str) -> None:
+    """By the method's code, or that of a property: other numbers, silently."""
+    pipe = bp.Pipeline(Asks(kind), devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match="under way at once"):
+        pipe.forward_backward(torch.randn(8, 4), loss_fn=square)

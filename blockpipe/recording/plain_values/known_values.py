@@ -181,9 +181,12 @@ class KnownValues:
             where: the line at which it was seen first.
         """
         known = self._values.get((space_of(owner), ALL if key is None else key))
-        if known is None and isinstance(owner, dict):  # an entry that only code in C has named
-            known = self._values.get((id(owner), ALL))
-        if known is None and (space_of(BY_NAME), key) in self._values:
+        if known is None:  # what only other code has named
+            known = self._values.get((space_of(owner), ALL))
+        is_read = (space_of(BY_NAME), key) in self._values or any(
+            self.libraries.asked_for(owner, key)
+        )
+        if known is None and is_read:
             known = self.at(owner, key)
         if known is not None and not (known.is_traced and key is not None):
             known.set_on |= hops

@@ -388,6 +388,7 @@ class SharedValues:
         is_its_own = apart is not None and apart.reads_its_own((space_of(owner), key))
         if is_its_own and self._still is not None:
             return
+        self.known.libraries.asked(owner, key, hop, frame.line)
         known = self.known.at(owner, key)
         known.is_found(hop, frame.line)
         known.is_read_outside = known.is_read_outside or self._still is not None
@@ -438,8 +439,7 @@ class SharedValues:
     @property
     def sets(self) -> dict[int, str]:
         """The objects that were there before and that traced code sets: by id, in words."""
-        functions = (f for same in self._functions.values() for f in same)
-        cells = {id(cell) for f in functions for cell in f.__closure__ or ()}
+        cells = {id(c) for fs in self._functions.values() for f in fs for c in f.__closure__ or ()}
         return self.known.sets(self.first | cells)
 
     def check(self) -> None:
