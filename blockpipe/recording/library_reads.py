@@ -49,6 +49,7 @@ class LibraryReads:
         }
         self._ran: dict[tuple[int, int], str] = {}  # by the id of such a module and the hop
         # Of libraries' methods that the user's code calls: by the object's id, code and hop.
+        self._codes: dict[tuple[type, Any], types.CodeType | None] = {}
         self._asked: dict[int, dict[tuple[types.CodeType, int], str]] = {}
         self.before_undone: Callable[[], None] = lambda: None  # called when a change may end
 
@@ -69,7 +70,9 @@ class LibraryReads:
     def asked(self, owner: Any, name: Any, hop: int, where: str) -> None:
         """Note that the user's code takes a member of an object on a hop: a method, or a property,
         of a library's reads what it names."""
-        if isinstance(name, str) and (code := _librarys_code(type(owner), name)) is not None:
+        if (kind := (type(owner), name)) not in self._codes:
+            self._codes[kind] = _librarys_code(*kind) if isinstance(name, str) else None
+        if (code := self._codes[kind]) is not None:
             self._asked.setdefault(id(owner), {}).setdefault((code, hop), where)
 
     def asked_for(self, owner: Any, key: Any) -> Iterator[tuple[int, str]]:

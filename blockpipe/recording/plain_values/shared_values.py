@@ -247,8 +247,8 @@ class SharedValues:
         if not self.known.is_of_other_sizes:  # no recording goes there
             self.draws.told(access, frame, hop)
             self._stays = self._stays or asks_cache(access, frame)
-        if access.use is not Use.NONE and is_generator(drawn := frame.evaluated(access.node)):
-            self._draws(drawn, frame, hop)
+        if (self.draws.lasting or self._all_lasts) and access.use is not Use.NONE:
+            self._draws(frame.evaluated(access.node), frame, hop)
         if (places := set_by_method(access.node, frame)) is not None:
             lasting = [place for place in places if self._is_lasting(place[0])]
             is_open = any_open(arguments_of(access.node), frame, self.known)
@@ -360,7 +360,7 @@ class SharedValues:
 
     def _draws(self, drawn: Any, frame: Frame, hop: int) -> None:
         """Note that code calls a random generator, or hands it to a function."""
-        if self._all_lasts or id(drawn) in self.draws.lasting:
+        if id(drawn) in self.draws.lasting or (self._all_lasts and is_generator(drawn)):
             draws_from(self.known.at(drawn, ALL), hop, frame.line, self._calls())
 
     def _is_lasting(self, owner: Any) -> bool:
