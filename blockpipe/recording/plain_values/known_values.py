@@ -55,6 +55,8 @@ OF_CHECKPOINT = (
     "that function, and pass it to it as an argument"
 )
 
+_HOLD_ANY = (nn.ParameterDict, nn.ParameterList)  # plain values, too, as attributes
+
 _Where = tuple[int, Any]  # an object by its id, and a name or key in it
 
 
@@ -181,7 +183,8 @@ class KnownValues:
             where: the line at which it was seen first.
         """
         known = self._values.get((space_of(owner), ALL if key is None else key))
-        if known is None:  # what only other code has named
+        has_entries = not isinstance(owner, nn.Module) or isinstance(owner, _HOLD_ANY)
+        if known is None and has_entries:  # one that only other code has named
             known = self._values.get((space_of(owner), ALL))
         is_read = (space_of(BY_NAME), key) in self._values or any(
             self.libraries.asked_for(owner, key)

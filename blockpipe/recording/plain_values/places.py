@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import gc
 import io
 import mmap
@@ -23,26 +22,25 @@ from torch import Tensor, nn
 from ..._common.libraries import is_users
 from ..._common.nested import tensors
 from ..._common.text import key_text
-from ..._torch.modules import parameters_of, slots_of, within
+from ..._torch.modules import parameters_of, slots_of
 from ...crossing.tags import TAG, latest
 from ...restoring.contents import is_of_c
 from ...restoring.holders import DictHolder, Holder
 from ...restoring.iterators import BOUND, advances
 from ...stages.cursor import is_of_microbatch
-from .evaluation.expressions import Frame, members_of
-from .evaluation.getters import asked_by_text, asked_of, hands_on, is_getter, is_setter, set_by
+from .evaluation.by_call import ASKS
+from .evaluation.expressions import Frame
 from .evaluation.members import (
     ALL,
     BY_ARGUMENT,
-    NEEDS_GRADIENT,
     UNKNOWN,
     Names,
     Registered,
-    member_of,
+    own_attributes,
 )
-from .evaluation.registered import added_to, asked_for, places_of, walked_by
+from .evaluation.registered import asked_for
 from .syntax.accesses import Access
-from .syntax.effects import DOES_BOTH, SETS_TORCHS, WRITES
+from .syntax.effects import DOES_BOTH, WRITES
 from .syntax.protocols import is_read_by_syntax
 from .syntax.uses import Use
 
@@ -54,9 +52,6 @@ CONTENTS = (
 CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
 _MOST_NESTED, _MOST_INSIDE = 4, 64  # of the containers in an object: guesses
 _SHARE_MEMORY = (torch.from_numpy, torch.as_tensor, torch.asarray)
-_ASKS = (isinstance, type, id, hasattr, getattr, setattr, delattr, callable, vars, super)
-
-_Set = tuple[Any, Any, Any]  # an object, a name in it, and the value there before
 
 _NO_METHODS = ("builtins", "abc", "typing", "enum")  # that read what an object holds
 
@@ -115,32 +110,6 @@ def names_of(modules: Mapping[str, nn.Module]) -> dict[int, str]:
     return names | {id(module): path for path, module in modules.items()}
 
 
-def set_by_method(node: ast.expr, frame: Frame) -> list[_Set] | None:
-    """Return the objects that a method of torch's sets an attribute of, its name, and its value:
-    the modes of modules (``train``, ``eval``), or whether parameters need a gradient; ``None``: it
-    is no such call."""
-    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
-        return None
-    name = node.func.attr
-    if name not in SETS_TORCHS:
-        return None
-    if frame.code.co_name in SETS_TORCHS:
-        return []  # the user's own method: its call sets the same
-    owner = frame.evaluated(node.func.value)
-    sets_mode = name != "requires_grad_"
-    if isinstance(owner, Tensor):
-        return [] if sets_mode else [_set(owner, NEEDS_GRADIENT)]
-    modules = within(owner) if isinstance(owner, nn.Module) else ()
-    if sets_mode:
-        return [_set(module, "training") for module in modules]
-    held = (p for module in modules for p in parameters_of(module).values())
-    return [_set(parameter, NEEDS_GRADIENT) for parameter in held if parameter is not None]
-
-
-def _set(owner: Any, name: str) -> _Set:
-    return owner, name, member_of(owner, name)
-
-
 def entry_asked(access: Access, frame: Frame) -> Any:
     """Return the key of the one entry that code asks a container for (``table.get(key)``, ``key in
     table``) or changes (``table.setdefault(key, [])``); ``ALL`` if it may be any of them."""
@@ -148,50 +117,6 @@ def entry_asked(access: Access, frame: Frame) -> Any:
         return ALL
     key = frame.key(access.key)
     return ALL if key is UNKNOWN else key
-
-
-def asked_by_call(node: ast.expr, frame: Frame) -> Iterator[tuple[Any, Any]]:
-    """Yield the places that a call reads by names, in code that nobody looks into: objects, which
-    may be unknown, and names in them."""
-    if not isinstance(node, ast.Call):
-        return
-    yield from walked_by(node, frame)
-    if isinstance(node.func, ast.Attribute) and node.func.attr == "format":
-        given = [frame.evaluated(arg) for arg in node.args]
-        named = {one.arg: frame.evaluated(one.value) for one in node.keywords if one.arg}
-        yield from asked_by_text(frame.evaluated(node.func.value), given, named)
-    for function, args in _called_by(node, frame):
-        yield from asked_of(function, args)
-
-
-def set_by_call(node: ast.expr, frame: Frame) -> Iterator[_Set]:
-    """Yield the objects that a call sets attributes of by their names, in code that nobody looks
-    into, with the names and the values; and which members it adds to a module."""
-    yield from places_of(added_to(node, frame))
-    if isinstance(node, ast.Call) and not any(frame.evaluated(node.func) is one for one in _ASKS):
-        for function, args in _called_by(node, frame):
-            yield from (_set(owner, name) for owner, name in set_by(function, args))
-
-
-def _called_by(node: ast.Call, frame: Frame) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield the getters and setters that a call calls, each with what it is given."""
-    function, over = frame.evaluated(node.func), node.args
-    if is_getter(function) or is_setter(function) or function is functools.reduce:
-        yield function, [*map(frame.evaluated, node.args)]
-        return
-    if isinstance(node.func, ast.Attribute) and node.func.attr == "sort":
-        over = [node.func.value]
-    elif not hands_on(function):
-        return
-    for handed in (*node.args, *(one.value for one in node.keywords if one.arg == "key")):
-        named = frame.evaluated(handed)
-        if is_getter(named) or is_setter(named):
-            others = [one for one in over if one is not handed]
-            if function in (max, min) and len(others) > 1:
-                others = [ast.Tuple(others, ast.Load())]
-            members = (members_of(frame, one) for one in others)
-            known = [[UNKNOWN] if found is UNKNOWN else found for found in members]
-            yield from ((named, [*args]) for args in zip(*known, strict=False))
 
 
 def in_words(owner: Any, key: Any, paths: Mapping[int, str], what: str = "attribute") -> str:
@@ -321,8 +246,11 @@ def is_used_whole(value: Any, access: Access, *, is_still: bool) -> bool:
     is_used = access.use is Use.READ and not access.calls
     if is_still and is_used and is_read_by_syntax(value):
         return True
-    is_object = is_users(type(value).__module__) and not isinstance(value, nn.Module | type)
-    return is_object and access.use is Use.READ and access.given_to is not None
+    return _is_users_object(value) and access.use is Use.READ and access.given_to is not None
+
+
+def _is_users_object(value: Any) -> bool:
+    return is_users(type(value).__module__) and not isinstance(value, nn.Module | type)
 
 
 def is_of_library(value: Any) -> bool:
@@ -362,10 +290,14 @@ def read_inside(access: Access, value: Any, owner: Any, frame: Frame) -> Iterato
     held, given_to = (owner if is_entry else value), access.given_to
     if access.use in (Use.NONE, Use.WRITE) and not is_entry:
         return
-    if given_to is not None and is_looked_into(frame.evaluated(given_to)):
+    function = None if given_to is None else frame.evaluated(given_to)
+    if given_to is not None and is_looked_into(function):
         return
     if is_of_library(held) or (given_to is not None and isinstance(held, CONTENTS)):
         yield from ((one, ALL) for one in inside(held))
+    elif given_to is not None and _is_users_object(held) and not isinstance(function, BOUND):
+        # All that the object has: dataclasses.astuple(state).
+        yield from ((one, ALL) for one in inside([*own_attributes(held).values()]))
 
 
 def _members_of(value: Any) -> Iterable[Any]:
@@ -385,7 +317,7 @@ def shares_memory(function: Any) -> bool:
 
 def is_looked_into(function: Any) -> bool:
     """Return whether a function's own code is traced, or it asks for nothing that changes."""
-    if function in _ASKS:
+    if function in ASKS:
         return True
     if isinstance(function, nn.Module):
         function = type(function)

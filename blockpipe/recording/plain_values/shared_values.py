@@ -36,6 +36,7 @@ from ..calls import Call
 from ..library_reads import LibraryReads
 from .checkpoints import CheckpointedFrames
 from .drawn_numbers import DrawnNumbers, draws_from
+from .evaluation.by_call import asked_by_call, set_by_call, set_by_method
 from .evaluation.expressions import Frame, caller_of
 from .evaluation.index_uses import IndexUses
 from .evaluation.members import ALL, UNKNOWN, WHOLE, Names, owners_of, whose
@@ -48,7 +49,6 @@ from .not_put_back import ClassesKept, Effect, asks_cache, effect_of, found_amon
 from .open_questions import any_open
 from .pending_writes import PendingWrite, PendingWrites
 from .places import (
-    asked_by_call,
     entry_asked,
     entry_of,
     is_array,
@@ -61,8 +61,6 @@ from .places import (
     of_whole_arrays,
     owners_by_space,
     read_inside,
-    set_by_call,
-    set_by_method,
     shares_memory,
     space_of,
     used_by,

@@ -53,7 +53,7 @@ class RandomDraws:
         Args:
             generator: the user's generator, if the operation takes one.
         """
-        if generator is not None:
+        if generator is not None and not _is_the_devices(generator):
             self._calls.refuse(f"it draws from a generator of its own ({line()})")
             self._kept.append(generator)
             key = generator_id(generator)
@@ -69,6 +69,16 @@ class RandomDraws:
         """Note that code gives a generator of the process a state: it draws, even if the state is
         the same in the end."""
         self._result.hops[self._run.arrive()].draws.add(kind)  # perhaps the first of its hop
+
+
+def _is_the_devices(generator: torch.Generator) -> bool:
+    """Return whether a generator is that of a device, from which each operation draws that is given
+    none: ``torch.default_generator``."""
+    kind = generator.device.type
+    found = (
+        () if kind == "cpu" else getattr(torch.get_device_module(kind), "default_generators", ())
+    )
+    return generator_id(generator) in map(generator_id, (torch.default_generator, *found))
 
 
 def line() -> str:

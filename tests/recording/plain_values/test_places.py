@@ -1,6 +1,7 @@
 """What torch's own methods set: modes of modules, which parameters need a gradient, submodules."""
 
 import copy
+import dataclasses
 from collections import UserDict, UserList, defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -410,4 +411,33 @@ def test_what_a_class_of_the_users_keeps_in_a_librarys_is_refused(
     """By a method that is inherited: other numbers, silently."""
     pipe = bp.Pipeline(Keeps(reads), devices=stages(2), chunks=4)
     with pytest.raises(StateError, match="under way at once"):
+        pipe.forward_backward(torch.randn(8, 4), loss_fn=square)
+
+
+@dataclasses.dataclass
+class Found:
+    """Has a list that one stage fills."""
+
+    names: list[int] = dataclasses.field(default_factory=list)
+
+
+class Tells(nn.Module):
+    """One stage fills a list in an object, and the other one hands the object to a library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.found = nn.Linear(4, 4), nn.Linear(4, 4), Found()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            self.found.names.append(1)
+            x = self.a(x)
+        with bp.Block(stage=1):
+            return self.b(x) * len(dataclasses.astuple(self.found)[0])
+
+
+def test_what_an_object_has_when_it_is_handed_to_a_library_is_read() -> None:
+    """Its containers, too: other numbers, silently."""
+    pipe = bp.Pipeline(Tells(), devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match="changes a list"):
         pipe.forward_backward(torch.randn(8, 4), loss_fn=square)

@@ -1,0 +1,90 @@
+"""The places that calls read or set by names, in code that nobody looks into."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...._torch.modules import parameters_of, within
+from ..syntax.effects import SETS_TORCHS
+from .expressions import Frame, members_of
+from .getters import asked_by_text, asked_of, hands_on, is_getter, is_setter, set_by
+from .members import NEEDS_GRADIENT, UNKNOWN, member_of
+from .registered import added_to, places_of, walked_by
+
+ASKS = (isinstance, type, id, hasattr, getattr, setattr, delattr, callable, vars, super)
+_Set = tuple[Any, Any, Any]  # an object, a name in it, and the value there before
+
+
+def set_by_method(node: ast.expr, frame: Frame) -> list[_Set] | None:
+    """Return the objects that a method of torch's sets an attribute of, its name, and its value:
+    the modes of modules (``train``, ``eval``), or whether parameters need a gradient; ``None``: it
+    is no such call."""
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+        return None
+    name = node.func.attr
+    if name not in SETS_TORCHS:
+        return None
+    if frame.code.co_name in SETS_TORCHS:
+        return []  # the user's own method: its call sets the same
+    owner = frame.evaluated(node.func.value)
+    sets_mode = name != "requires_grad_"
+    if isinstance(owner, Tensor):
+        return [] if sets_mode else [_set(owner, NEEDS_GRADIENT)]
+    modules = within(owner) if isinstance(owner, nn.Module) else ()
+    if sets_mode:
+        return [_set(module, "training") for module in modules]
+    held = (p for module in modules for p in parameters_of(module).values())
+    return [_set(parameter, NEEDS_GRADIENT) for parameter in held if parameter is not None]
+
+
+def _set(owner: Any, name: str) -> _Set:
+    return owner, name, member_of(owner, name)
+
+
+def asked_by_call(node: ast.expr, frame: Frame) -> Iterator[tuple[Any, Any]]:
+    """Yield the places that a call reads by names, in code that nobody looks into: objects, which
+    may be unknown, and names in them."""
+    if not isinstance(node, ast.Call):
+        return
+    yield from walked_by(node, frame)
+    if isinstance(node.func, ast.Attribute) and node.func.attr == "format":
+        given = [frame.evaluated(arg) for arg in node.args]
+        named = {one.arg: frame.evaluated(one.value) for one in node.keywords if one.arg}
+        yield from asked_by_text(frame.evaluated(node.func.value), given, named)
+    for function, args in _called_by(node, frame):
+        yield from asked_of(function, args)
+
+
+def set_by_call(node: ast.expr, frame: Frame) -> Iterator[_Set]:
+    """Yield the objects that a call sets attributes of by their names, in code that nobody looks
+    into, with the names and the values; and which members it adds to a module."""
+    yield from places_of(added_to(node, frame))
+    if isinstance(node, ast.Call) and not any(frame.evaluated(node.func) is one for one in ASKS):
+        for function, args in _called_by(node, frame):
+            yield from (_set(owner, name) for owner, name in set_by(function, args))
+
+
+def _called_by(node: ast.Call, frame: Frame) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield the getters and setters that a call calls, each with what it is given."""
+    function, over = frame.evaluated(node.func), node.args
+    if is_getter(function) or is_setter(function) or function is functools.reduce:
+        yield function, [*map(frame.evaluated, node.args)]
+        return
+    if isinstance(node.func, ast.Attribute) and node.func.attr == "sort":
+        over = [node.func.value]
+    elif not hands_on(function):
+        return
+    for handed in (*node.args, *(one.value for one in node.keywords if one.arg == "key")):
+        named = frame.evaluated(handed)
+        if is_getter(named) or is_setter(named):
+            others = [one for one in over if one is not handed]
+            if function in (max, min) and len(others) > 1:
+                others = [ast.Tuple(others, ast.Load())]
+            members = (members_of(frame, one) for one in others)
+            known = [[UNKNOWN] if found is UNKNOWN else found for found in members]
+            yield from ((named, [*args]) for args in zip(*known, strict=False))
