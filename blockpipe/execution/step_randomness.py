@@ -6,8 +6,8 @@ from functools import cached_property
 from typing import Any
 
 from .._common.callsite import users_line, warn
+from .._common.threads.thread_state import ours
 from ..batches.losses import computed_loss
-from ..costs.meter import Meter
 from ..devices.rng_streams import (
     RngStreams,
     SettingGenerators,
@@ -16,6 +16,8 @@ from ..devices.rng_streams import (
     moved,
     sources_of,
 )
+from ..schedules.schedule import Schedule
+from .microbatch.backward_writes import ParameterWrites
 from .step_request import StepRequest
 
 
@@ -33,6 +35,7 @@ class StepRandomness:
     def __init__(self, request: StepRequest) -> None:
         self._prepared = request.prepared
         self._loss_fn, self._loss_kind = request.loss_fn, request.loss_kind
+        self._option = request.schedule
         self._count = len(request.microbatches)
         self._is_one_by_one = self._prepared.runs_inline(request.schedule, self._count)
         self._is_first = self._prepared.steps == 0
@@ -135,13 +138,19 @@ class StepRandomness:
         for kind in kinds - hops[hop].draws:
             self._prepared.mark_as_random(hop, kind)
 
+    def _schedule(self) -> Schedule | None:
+        return None if self._is_one_by_one else self._prepared.schedule(self._option, self._count)
+
     def loss(self, output: Any, target: Any) -> Any:
         """Compute what the user's code gives for a loss, and note once whether that draws."""
         loss_fn: Callable[..., Any] | None = self._loss_fn
         if loss_fn is None or self._loss_kind in self._prepared.loss_draws:
             return computed_loss(output, target, loss_fn)
         drew: list[object] = []
-        with Meter(None, drew=drew.append):
+        with ours():  # what this reads is not the loss's
+            writes = ParameterWrites(self._prepared, self._schedule())
+        with writes.checked("the loss", len(self._prepared.route) - 1) as meter:
+            meter.drew = drew.append
             loss = computed_loss(output, target, loss_fn)
         self._prepared.loss_draws[self._loss_kind] = bool(drew)
         return loss

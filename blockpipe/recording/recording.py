@@ -67,6 +67,7 @@ class Recording:
     recomputable: dict[str, Recomputable] = field(default_factory=dict)
     unhookable: list[str] = field(default_factory=list)  # calls that use torch.func
     custom_functions: list[str] = field(default_factory=list)
+    code_in_backward: set[int] = field(default_factory=set)  # hops with hooks, custom functions
     recomputes: bool = False
     shared_generators: list[GeneratorUse] = field(default_factory=list)  # on several hops
     shared_changes: list[SharedChange] = field(default_factory=list)

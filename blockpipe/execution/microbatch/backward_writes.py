@@ -1,5 +1,5 @@
 """State of the forward that a backward writes: in a hook, or in a function that
-``torch.utils.checkpoint`` runs again.
+``torch.utils.checkpoint`` runs again; and parameters that such code, or the loss, writes unseen.
 
 In the plain loop the next micro-batch's forward comes after it. Where several are under way, that
 one may be over already, so that a running mean would take another course, without a word.
@@ -8,11 +8,15 @@ one may be over already, so that a running mean would take another course, witho
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..._common.callsite import users_line
 from ..._common.modules import all_slots
+from ..._common.threads.thread_state import ours
 from ..._torch.modules import buffers_of
 from ..._torch.tensors import memory_of, version_of
+from ...costs.meter import Meter
+from ...crossing.tags import ParameterHome
 from ...errors import StateError
 from ...preparation.prepared import Prepared
 from ...schedules.schedule import Action, Schedule
@@ -31,7 +35,8 @@ class BackwardWrites:
     """
 
     def __init__(self, prepared: Prepared, schedule: Schedule) -> None:
-        self._late = {action for lane in schedule.lanes for action in _late(lane)}
+        self._parameters = ParameterWrites(prepared, schedule)
+        self._code_on = prepared.recording.code_in_backward
         self._lane_of_hop = prepared.lane_of_hop
         self._read: dict[int, list[tuple[str, str, _Look]]] = {}  # by lane: name, line, tensor
         reads: list[tuple[list[int], str, str, _Look]] = []
@@ -61,9 +66,14 @@ class BackwardWrites:
         Raises:
             StateError: it wrote to what forwards read, and comes later than in the plain loop.
         """
-        read = self._read.get(self._lane_of_hop[action.hop], []) if action in self._late else []
+        is_late = action in self._parameters.late
+        read = self._read.get(self._lane_of_hop[action.hop], []) if is_late else []
         before = [_version(look()) for _, _, look in read]
-        yield
+        if action.hop in self._code_on:
+            with self._parameters.checked("a backward", action.hop, is_late=is_late):
+                yield
+        else:
+            yield
         for (what, where, look), version in zip(read, before, strict=True):
             if _version(look()) != version:
                 raise StateError(
@@ -73,6 +83,64 @@ class BackwardWrites:
                     "plain loop; pass checkpoint= to Pipeline instead of using "
                     "torch.utils.checkpoint, write it between steps, or use schedule='sequential'"
                 )
+
+
+class ParameterWrites:
+    """Looks at code beside the forward that may write to parameters: a loss, when it is computed
+    for the first time, and hooks and custom functions in the first backwards.
+
+    Autograd notices where it has saved the parameter, and not if it is written by ``.data``. In the
+    plain loop the backwards of earlier micro-batches have read the parameter by then, and the
+    forwards of later ones have not.
+
+    Args:
+        prepared: the prepared model.
+        schedule: of the step; ``None``: micro-batches run one by one.
+    """
+
+    def __init__(self, prepared: Prepared, schedule: Schedule | None) -> None:
+        homes = [] if schedule is None else prepared.homes.values()
+        self._homes = {memory_of(home.tensor): home for home in homes}
+        self._lane_of_hop = prepared.lane_of_hop
+        lanes = () if schedule is None else schedule.lanes
+        self.late = {action for lane in lanes for action in _late(lane)}
+        self._late_hops = {action.hop for action in self.late}
+
+    @contextmanager
+    def checked(self, what: str, hop: int, *, is_late: bool | None = None) -> Iterator[Meter]:
+        """Check what the code writes that runs while entered; the meter may be told more.
+
+        Args:
+            what: the code, in words.
+            hop: the hop that it runs on.
+            is_late: whether a later micro-batch's forward has run on its lane; ``None``: as far as
+                any has in the step.
+
+        Raises:
+            StateError: it wrote to a parameter, or to a buffer unseen, and others read that.
+        """
+        is_late = hop in self._late_hops if is_late is None else is_late
+        lane, written = self._lane_of_hop[hop], list[tuple[ParameterHome, int, str]]()
+
+        def writing(tensors: Iterable[Tensor]) -> None:
+            for tensor in tensors:
+                home = self._homes.get(memory_of(tensor))
+                if home is not None and (is_late or self._lane_of_hop[home.hop] != lane):
+                    written.append((home, version_of(home.tensor), users_line()))
+
+        with Meter(None, writing=writing) as meter:
+            yield meter
+        with ours():
+            for home, version, where in written:
+                # Of counted writes to buffers the versions tell.
+                is_seen = version_of(home.tensor) != version
+                if not is_seen or isinstance(home.tensor, nn.Parameter):
+                    raise StateError(
+                        f"{what} writes to {home.name!r} ({where}), and others read it: "
+                        "backwards of earlier micro-batches, or forwards of later ones, which "
+                        "come in another order in the plain loop; write it between steps, or use "
+                        "schedule='sequential'"
+                    )
 
 
 def _late(lane: Iterable[Action]) -> Iterator[Action]:

@@ -245,6 +245,7 @@ def _note_code_beside(request: RecordRequest, recorder: Recorder, values: Shared
         for added in hooks_in(request.model):  # by the forward
             hooks.setdefault((id(added.function), added.name), added)
         called = [*_called_on(hooks.values(), recorder), *recorder.backward_code.called]
+        recorder.result.code_in_backward = {one.hop for one in called}
         if request.cut:
             check_several((one.function, one.hop) for one in called)
         # No walk through the model finds what hooks of parameters use.

@@ -1,6 +1,7 @@
 """State that the forward reads and a backward writes: in a hook, or in a recomputation of the user's."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from torch.utils.checkpoint import checkpoint
 import blockpipe as bp
 from blockpipe.errors import StateError
 
-from ...parity import difference, plain_step
+from ...models import square
+from ...parameter_sets import every_pair
+from ...parity import assert_same_gradients, difference, plain_step
 from ...stage_devices import stages
 
 # torch 2.11 warns of a hook on a module whose inputs need no gradient.
@@ -108,3 +111,77 @@ def test_batch_norm_that_is_deferred_or_recomputed_by_the_pipeline_is_fine():
     net = _net(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     _step(net, checkpoint="always")
     assert net[0][1].num_batches_tracked == 4
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            x = self.a(x)
+        with bp.Block(stage=1):
+            return self.b(x)
+
+
+def _decays(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    def loss(output: Tensor) -> Tensor:
+        weight.data.mul_(0.9)
+        return output.square().mean()
+
+    return loss
+
+
+@pytest.mark.parametrize(("on", "schedule"), [("b", "gpipe"), ("a", "1f1b"), ("a", "gpipe")])
+def test_a_loss_that_writes_to_a_weight_by_data_is_refused_where_others_read_it(
+    on: str, schedule: str
+) -> None:
+    """Autograd does not notice: gradients were others than the plain loop's, silently."""
+    net = Pair()
+    pipe = bp.Pipeline(
+        net, devices=stages(2), chunks=4, schedule=schedule, sample=torch.randn(2, 4)
+    )
+    with pytest.raises(StateError, match=rf"'{on}\.weight'.*write it|set it between"):
+        pipe.forward_backward(torch.randn(8, 4), loss_fn=_decays(getattr(net, on).weight))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "sequential"])
+def test_a_loss_that_writes_to_a_weight_by_data_is_the_plain_loops_elsewhere(schedule: str) -> None:
+    net, x = Pair(), torch.randn(8, 4)
+    plain = copy.deepcopy(net).to(stages(1)[0])
+    pipe = bp.Pipeline(
+        net, devices=stages(2), chunks=4, schedule=schedule, sample=torch.randn(2, 4)
+    )
+    pipe.forward_backward(x, loss_fn=_decays(net.b.weight))
+    plain_step(plain, (x.to(stages(1)[0]),), {}, None, _decays(plain.b.weight), 4)
+    assert_same_gradients(net, plain)
+
+
+def _by_data(weight: Tensor) -> None:
+    weight.data.mul_(0.9)
+
+
+def _counted(weight: Tensor) -> None:
+    with torch.no_grad():
+        weight.mul_(0.9)
+
+
+@every_pair(on=["a", "b"], write=[_by_data, _counted], schedule=["gpipe", "1f1b", "zb-h1"])
+def test_a_hook_that_writes_to_a_weight_is_refused_where_others_read_it(
+    on: str, write: Callable[[Tensor], None], schedule: str
+) -> None:
+    """Also to one that autograd has not saved: gradients were others, silently."""
+    net = Pair()
+    weight = getattr(net, on).weight
+
+    def hook(gradient: Tensor) -> None:
+        write(weight)
+
+    weight.register_hook(hook)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule=schedule)
+    if on == "b" and schedule != "gpipe":  # as in the plain loop
+        pipe.forward_backward(torch.randn(8, 4), loss_fn=square)
+        return
+    with pytest.raises(StateError, match=r"a backward writes to"):
+        pipe.forward_backward(torch.randn(8, 4), loss_fn=square)
