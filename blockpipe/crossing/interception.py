@@ -64,6 +64,7 @@ _HOOKS = frozenset(
 # The ``.grad`` of a tensor, by both of its names; a copy of the tensor has none.
 _GRADS: Any = (Tensor.grad, Tensor._grad)
 _READS_GRADIENT = frozenset(_grad.__get__ for _grad in _GRADS)
+_SETS_GRADIENT = frozenset(set_ for _grad in _GRADS for set_ in (_grad.__set__, _grad.__delete__))
 # Nothing that a copy could stand in for: what replaces a tensor's data or history, and backwards.
 _ON_ITSELF: frozenset[Any] = frozenset(
     [
@@ -74,7 +75,7 @@ _ON_ITSELF: frozenset[Any] = frozenset(
         Tensor.backward,
         torch.autograd.backward,
         torch.autograd.grad,
-        *(getattr(_grad, how) for _grad in _GRADS for how in ("__set__", "__delete__")),
+        *_SETS_GRADIENT,
     ]
 )
 # Writes that autograd does not count. What others have saved of the tensor, and copies on other
@@ -102,9 +103,9 @@ def looks_at_graph(function: Callable[..., Any]) -> bool:
     return function in _LOOKS_AT_GRAPH
 
 
-def reads_gradient(function: Callable[..., Any]) -> bool:
-    """Return whether a torch function asks for the ``.grad`` of a tensor."""
-    return function in _READS_GRADIENT
+def uses_gradient(function: Callable[..., Any]) -> bool:
+    """Return whether a torch function asks for the ``.grad`` of a tensor, or sets it."""
+    return function in _READS_GRADIENT or function in _SETS_GRADIENT
 
 
 def active_mode() -> "CrossingMode | None":

@@ -217,8 +217,30 @@ def test_a_gradient_that_the_forward_reads_when_backwards_are_late_is_refused(
         _step(Net(_reads_gradient), schedule=schedule)
 
 
+def _sets_gradient(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    own = net.a if net.stage == 0 else net.b
+    own.weight.grad = None
+    return h
+
+
+def _deletes_gradient(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    own = net.a if net.stage == 0 else net.b
+    del own.weight.grad
+    return h
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize("use", [_sets_gradient, _deletes_gradient])
+def test_a_gradient_that_the_forward_sets_when_backwards_are_late_is_refused(
+    use: Use, schedule: str
+) -> None:
+    """Earlier micro-batches' gradients came after that: they were added up, silently."""
+    with pytest.raises(StateError, match=r"sets the \.grad of parameter 'a\.weight' on hop 0"):
+        _step(Net(use), schedule=schedule)
+
+
 @pytest.mark.every
-@pytest.mark.parametrize("use", [_copies, _averages, _reads_gradient])
+@pytest.mark.parametrize("use", [_copies, _averages, _reads_gradient, _sets_gradient])
 @pytest.mark.parametrize(
     ("stage", "options"), [(1, {}), (0, {"schedule": "sequential"}), (0, {"chunks": 1})]
 )

@@ -25,7 +25,7 @@ from ...crossing.interception import (
     active_mode,
     is_question,
     looks_at_graph,
-    reads_gradient,
+    uses_gradient,
 )
 from ...crossing.microbatch_run import Reader
 from ...crossing.torch_patches import Replacement
@@ -94,9 +94,10 @@ class RecordingMode(CrossingMode):
             recorder.backward_code.ran_backward(tensors((args, kwargs)), tensors(result))
         if func == _SETS_DATA:  # each look at it makes another object
             recorder.late.assigned(recorder.stand_in(args[0]), args[1])
-        elif reads_gradient(func) and not is_moving(sys._getframe(1)):
+        elif uses_gradient(func) and not is_moving(sys._getframe(1)):
             self._opens_calls(args[0])
-            recorder.late.reads_gradient(recorder.stand_in(args[0]))
+            how = "reads" if func.__name__ == "__get__" else "sets"
+            recorder.late.uses_gradient(recorder.stand_in(args[0]), how)
         return result
 
     def _opens_calls(self, tensor: Tensor) -> None:

@@ -92,7 +92,7 @@ class LateBackwards:
         self._pending: list[_Write] = []
         self._writes: list[_Write] = []
         self._statistics: set[int] = set()  # ids of what the operation under way updates
-        self._gradients: dict[int, tuple[TensorInfo, int, str]] = {}  # by id
+        self._gradients: dict[int, tuple[TensorInfo, str, int, str]] = {}  # by id
 
     # --- below autograd
 
@@ -153,11 +153,11 @@ class LateBackwards:
         self._writes.append(_Write(None, tensor, *self._here(), depends=depends))
         self.memory.add(tensor)
 
-    def reads_gradient(self, tensor: Tensor) -> None:
-        """Note that the forward reads the ``.grad`` of a tensor."""
+    def uses_gradient(self, tensor: Tensor, how: str) -> None:
+        """Note that the forward ``"reads"`` or ``"sets"`` the ``.grad`` of a tensor."""
         held = self._held.get(id(tensor))
         if held is not None and held.trainable:
-            self._gradients.setdefault(id(tensor), (held, max(self._hop(), 0), users_line()))
+            self._gradients.setdefault(id(tensor), (held, how, max(self._hop(), 0), users_line()))
 
     # --- the result
 
@@ -172,9 +172,10 @@ class LateBackwards:
             if name not in known or (known[name].compared and not late.compared):
                 known[name] = late
         yield from known.values()
-        for held, hop, where in self._gradients.values():
+        for held, how, hop, where in self._gradients.values():
+            name = f"the .grad of parameter {held.name!r}"
             yield LateBackward(
-                f"the forward reads the .grad of parameter {held.name!r} on hop {hop} ({where})",
+                f"the forward {how} {name} on hop {hop} ({where})",
                 "has its gradient in the plain loop",
                 hop,
                 [*held.hops] or [hop],
