@@ -51,6 +51,7 @@ CONTENTS = (
 
 CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
 _MOST_NESTED, _MOST_INSIDE = 4, 64  # of the containers in an object: guesses
+_HAND_BACK = ("torch", __name__.partition(".")[0])
 _SHARE_MEMORY = (torch.from_numpy, torch.as_tensor, torch.asarray)
 
 _NO_METHODS = ("builtins", "abc", "typing", "enum")  # that read what an object holds
@@ -295,9 +296,16 @@ def read_inside(access: Access, value: Any, owner: Any, frame: Frame) -> Iterato
         return
     if is_of_library(held) or (given_to is not None and isinstance(held, CONTENTS)):
         yield from ((one, ALL) for one in inside(held))
-    elif given_to is not None and _is_users_object(held) and not isinstance(function, BOUND):
+    elif _is_users_object(held) and _takes_apart(function):
         # All that the object has: dataclasses.astuple(state).
         yield from ((one, ALL) for one in inside([*own_attributes(held).values()]))
+
+
+def _takes_apart(function: Any) -> bool:
+    """Return whether a function is of Python's library, or another one, and not of torch's, which
+    hand the user's objects to the user's code."""
+    package = str(getattr(function, "__module__", None)).partition(".")[0]
+    return isinstance(function, types.FunctionType) and package not in _HAND_BACK
 
 
 def _members_of(value: Any) -> Iterable[Any]:
