@@ -20,7 +20,7 @@ from ..devices.digests import Comparisons
 from ..devices.observer import Watch
 from ..preparation.prepared import Prepared
 from .microbatch.kept_values import KeptValues
-from .microbatch.left_kinds import LeftKinds
+from .microbatch.left_kinds import LeftKinds, LeftTrained
 from .microbatch.shared_arguments import SharedArguments
 from .microbatch.whole_arguments import WholeArguments
 from .step_mode import mode_of
@@ -75,6 +75,10 @@ class StepState:
         self._kinds: LeftKinds | None = None
         if turning and not self.mode.one_by_one:
             self._kinds = LeftKinds(turning, request.prepared.route)
+        self._trained: LeftTrained | None = None
+        if request.prepared.recording.may_toggle and differentiable and not self.mode.one_by_one:
+            schedule = request.prepared.schedule(request.schedule, len(microbatches))
+            self._trained = LeftTrained(request.prepared, schedule)
         if request.prepared.steps == 0:
             self.context.comparisons = Comparisons()
             self.context.carried_values = _carried_by(request.prepared)
@@ -93,6 +97,8 @@ class StepState:
             self.kept.left(hop, m)
         if self._kinds is not None:
             self._kinds.left(hop, m)
+        if self._trained is not None:
+            self._trained.left(hop, m)
 
     def be_on(self, stage: int) -> None:
         """Make a stage's accelerator the current one of this thread."""

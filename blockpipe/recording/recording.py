@@ -68,6 +68,7 @@ class Recording:
     unhookable: list[str] = field(default_factory=list)  # calls that use torch.func
     custom_functions: list[str] = field(default_factory=list)
     code_in_backward: set[int] = field(default_factory=set)  # hops with hooks, custom functions
+    may_toggle: bool = False  # whether it, or code in reach, sets which parameters are trained
     recomputes: bool = False
     shared_generators: list[GeneratorUse] = field(default_factory=list)  # on several hops
     shared_changes: list[SharedChange] = field(default_factory=list)

@@ -164,6 +164,11 @@ class SharedChanges:
         """Note an operation that several processes make together."""
         self._collectives.setdefault(max(hop, 0), users_line())
 
+    @property
+    def toggles(self) -> bool:
+        """Whether any parameter has begun, or ceased, to need a gradient."""
+        return bool(self._toggled)
+
     def at_function(self, function: object, args: tuple[Any, ...]) -> None:
         """Note a torch function that changes whether a parameter gets a gradient."""
         if function in _SETS_REQUIRES_GRAD and args[0].is_leaf:

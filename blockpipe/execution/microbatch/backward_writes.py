@@ -102,8 +102,7 @@ class ParameterWrites:
         homes = [] if schedule is None else prepared.homes.values()
         self._homes = {memory_of(home.tensor): home for home in homes}
         self._lane_of_hop = prepared.lane_of_hop
-        lanes = () if schedule is None else schedule.lanes
-        self.late = {action for lane in lanes for action in _late(lane)}
+        self.late = set[Action]() if schedule is None else late_actions(schedule)
         self._late_hops = {action.hop for action in self.late}
 
     @contextmanager
@@ -143,8 +142,12 @@ class ParameterWrites:
                     )
 
 
+def late_actions(schedule: Schedule) -> set[Action]:
+    """Return the actions that a later micro-batch's comes before, on their lanes."""
+    return {action for lane in schedule.lanes for action in _late(lane)}
+
+
 def _late(lane: Iterable[Action]) -> Iterator[Action]:
-    """Yield the actions that a later micro-batch's comes before."""
     latest = -1
     for action in lane:
         if action.microbatch < latest:

@@ -52,7 +52,10 @@ CONTENTS = (
 CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
 _MOST_NESTED, _MOST_INSIDE = 4, 64  # of the containers in an object: guesses
 _HAND_BACK = ("torch", __name__.partition(".")[0])
-_SHARE_MEMORY = (torch.from_numpy, torch.as_tensor, torch.asarray)
+_SHARE_MEMORY = (
+    *(torch.from_numpy, torch.as_tensor, torch.asarray, torch.frombuffer),
+    torch.utils.dlpack.from_dlpack,
+)
 
 _NO_METHODS = ("builtins", "abc", "typing", "enum")  # that read what an object holds
 
@@ -179,6 +182,11 @@ def is_array(value: Any) -> bool:
     """Return whether a value is an array of numpy."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def has_memory(value: Any) -> bool:
+    """Return whether a value is an array, or bytes, whose memory a tensor may share."""
+    return is_array(value) or isinstance(value, bytearray | array | memoryview | mmap.mmap)
 
 
 def of_whole_arrays(access: Access, frame: Frame) -> tuple[Any, Any, Any]:

@@ -39,7 +39,7 @@ from .drawn_numbers import DrawnNumbers, draws_from
 from .evaluation.by_call import asked_by_call, set_by_call, set_by_method
 from .evaluation.expressions import Frame, caller_of
 from .evaluation.index_uses import IndexUses
-from .evaluation.members import ALL, UNKNOWN, WHOLE, Names, owners_of, whose
+from .evaluation.members import ALL, TRAINS, UNKNOWN, WHOLE, Names, owners_of, whose
 from .evaluation.registered import places_of
 from .evaluation.sizes import Sizes
 from .known_values import OF_CHECKPOINT, KnownValues
@@ -51,7 +51,7 @@ from .pending_writes import PendingWrite, PendingWrites
 from .places import (
     entry_asked,
     entry_of,
-    is_array,
+    has_memory,
     is_by_microbatch,
     is_content,
     is_looked_into,
@@ -119,7 +119,8 @@ class SharedValues:
         # To trace takes about as long as the recording of a small model.
         self.traces = traces or self.draws.has_own(users)
         self.traces |= any(may_set(f.__code__) or may_write(f.__code__) for f in users)
-        self._replaces_all = any(not {*names_in(f.__code__)}.isdisjoint(WHOLE) for f in users)
+        said = {name for f in users for name in names_in(f.__code__)}
+        self._replaces_all, self.toggles = not said.isdisjoint(WHOLE), not said.isdisjoint(TRAINS)
         self.known = KnownValues(names, LibraryReads(holders, modules), fake=fake)
         itself: Any = weakref.proxy(self)  # a cycle would keep tensors of the frames
         self.sizes = Sizes(partial(SharedValues._is_lasting, itself), self.known, fake=fake)
@@ -348,7 +349,7 @@ class SharedValues:
         if is_read and not access.is_said:
             self._reads(value, key, frame, hop, **read_how(access, frame, self._is_lasting))
             self._may_read_others(value, key, access, frame, hop)
-            if is_given and is_array(value) and shares_memory(function):
+            if is_given and has_memory(value) and shares_memory(function):
                 known = self.known.at(value, ALL)  # what autograd saves may change, too
                 known.is_read(back(hop), frame.line)
                 known.remedy = _OF_ARRAY

@@ -359,6 +359,7 @@ def _note_state(
     result.carried = list(values.known.carried(reads))
     result.turning = [*turning_values(known, reads, values.first)]
     result.outside = recorder.outside_tensors.found()
+    result.may_toggle = values.toggles or recorder.changes.toggles
     result.sets, result.changed = {**recorder.outside.sets, **values.sets}, recorder.outside.places
     result.only_read, result.may_set = known.only_read(), dict(values.untaken.sets)
     result.switches = recorder.changes.switches

@@ -32,6 +32,7 @@ BY_ARGUMENT: Any = object()  # the key of a dictionary's entry that only a call 
 BY_NAME: Any = object()  # the owner of what is read by its name: any object
 
 NEEDS_GRADIENT = "requires_grad"
+TRAINS = (NEEDS_GRADIENT, f"{NEEDS_GRADIENT}_")  # names of what sets it
 _OF_TENSORS = (NEEDS_GRADIENT, "shape", "dtype", "device", "ndim")  # torch's that are known
 _FIELD = type(namedtuple("_Fields", "first").first)  # type: ignore[attr-defined]
 

@@ -13,7 +13,7 @@ from ...._torch.modules import SLOTS, within
 from ..syntax.accesses import Access
 from ..syntax.uses import Use
 from .expressions import Frame
-from .members import Registered, member_of
+from .members import Registered, member_of, own_attributes
 
 _PARAMETERS, _BUFFERS, _MODULES = KEYS = tuple(map(Registered, SLOTS))
 _OF_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
@@ -30,6 +30,7 @@ _ASKED_BY = {
     **dict.fromkeys(("modules", "named_modules", "apply"), (_MODULES,)),
     "state_dict": KEYS,
 }
+_BY_PATH = ("get_buffer", "get_parameter", "get_submodule")
 _OF_CHILDREN = ("children", "named_children")
 
 
@@ -55,9 +56,9 @@ def added_to(node: ast.expr, frame: Frame) -> Any:
     return None
 
 
-def walked_by(node: ast.Call, frame: Frame) -> Iterator[tuple[nn.Module, Registered]]:
-    """Yield the places that a call reads that walks over members, as ``parameters()`` does, or that
-    calls modules one after the other."""
+def walked_by(node: ast.Call, frame: Frame) -> Iterator[tuple[nn.Module, Any]]:
+    """Yield the places that a call reads that walks over members, as ``parameters()`` does, that
+    finds one by its path, or that calls modules one after the other."""
     if isinstance(called := frame.evaluated(node.func), nn.Sequential):
         yield called, _MODULES
     if not isinstance(node.func, ast.Attribute):
@@ -67,9 +68,24 @@ def walked_by(node: ast.Call, frame: Frame) -> Iterator[tuple[nn.Module, Registe
         owner = frame.evaluated(node.func.value)
     if isinstance(owner, nn.Module):
         if name in _OF_CHILDREN:
-            yield owner, _MODULES
+            yield from _members_in(owner, _MODULES)
         for module in () if name in _OF_CHILDREN else within(owner):
-            yield from ((module, key) for key in _ASKED_BY[name])
+            for key in _ASKED_BY[name]:
+                yield from _members_in(module, key)
+    elif name in _BY_PATH and node.args:
+        path, owner = frame.evaluated(node.args[0]), frame.evaluated(node.func.value)
+        for part in path.split(".") if isinstance(path, str) else ():
+            if not isinstance(owner, nn.Module):
+                return
+            yield owner, part
+            owner = member_of(owner, part)
+
+
+def _members_in(module: nn.Module, key: Registered) -> Iterator[tuple[nn.Module, Any]]:
+    """Yield the place of which members a module has, and those of the members."""
+    yield module, key
+    members = own_attributes(module).get(key.slots, ())
+    yield from ((module, name) for name in [*members])
 
 
 def asked_for(access: Access, value: Any, frame: Frame) -> Iterator[tuple[nn.Module, Registered]]:

@@ -121,3 +121,45 @@ class Lazy(nn.Module):
 
 def test_tables_that_each_stage_registers_for_itself_are_fine() -> None:
     check_trains_alike(Lazy())
+
+
+class Assigns(nn.Module):
+    """A forward assigns a buffer anew, which a hook of its own finds by other ways than its name."""
+
+    count: Tensor
+
+    def __init__(self, find: Callable[[nn.Module], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.find = nn.Linear(4, 4), nn.Linear(4, 4), find
+        self.a.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            self.a.count = self.a.count + 1
+            x = self.a(x)
+            x.register_hook(self.scale)
+        with bp.Block(stage=1):
+            return self.b(x)
+
+    def scale(self, gradient: Tensor) -> Tensor:
+        return gradient * self.find(self)
+
+
+@pytest.mark.parametrize(
+    "find",
+    [
+        lambda m: m.get_buffer("a.count"),
+        lambda m: m.a.get_buffer("count"),
+        lambda m: dict(m.named_buffers())["a.count"],
+        lambda m: next(m.a.buffers()),
+        lambda m: m.state_dict()["a.count"],
+        lambda m: next(m.children()).count,
+    ],
+)
+def test_what_a_forward_assigns_anew_and_a_hook_finds_is_refused(
+    find: Callable[[nn.Module], Tensor],
+) -> None:
+    """By a path, or among all: gradients were of a later micro-batch's, silently."""
+    pipe = bp.Pipeline(Assigns(find), devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match=r"changes a\.count on hops \[0\]"):
+        pipe.forward_backward(torch.randn(8, 4), loss_fn=torch.sum)
