@@ -104,7 +104,7 @@ class LibraryReads:
         for known in values:
             for hop, where in self.asked_for(known.owner, known.key) if known.set_on else ():
                 known.read_on.add(hop)
-                known.first_read = known.first_read or where
+                known.is_unnamed, known.first_read = True, known.first_read or where
 
     def _readers_of(self, known: SharedValue) -> Iterable[nn.Module]:
         """Return the modules whose libraries' code reads a value where they are called."""

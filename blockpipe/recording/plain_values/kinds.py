@@ -36,7 +36,8 @@ def turning_values(
         if not (isinstance(value.owner, Names | type) or space_of(value.owner) in first):
             continue  # each micro-batch makes its own
         place = attribute_of(value.owner, value.key)
-        if place is not None and not value.is_read_outside and names.is_unread(*place):
+        is_named = not (value.is_read_outside or value.is_unnamed)
+        if place is not None and is_named and names.is_unread(*place):
             continue
         writes = {hop for hop in value.written_on if hop >= 0}
         reads = value.read_on.union(*(other.read_on for other in others))

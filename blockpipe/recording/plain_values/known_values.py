@@ -333,8 +333,7 @@ class KnownValues:
             if known.is_read_outside:
                 result.left_for_loss += [shared_change(known, what, read_on, where, _OF_LOSS)]
             return None
-        name = attribute_of(known.owner, known.key)
-        if name is not None and not known.is_read_outside and reads.is_unread(*name):
+        if not known.is_read_outside and self._is_unread(known, reads):
             return None
         where = next(k.first_read for k in (known, *others) if k.first_read)
         remedy = _REMEDY if min(seen) >= 0 else "set it between steps"
@@ -348,6 +347,12 @@ class KnownValues:
             if known.comes_late(others):
                 self._explain_late(change, known, others, result)
         return change
+
+    @staticmethod
+    def _is_unread(known: SharedValue, reads: NamesRead) -> bool:
+        """Whether no code reads a value, whatever the trace took for a read."""
+        name = attribute_of(known.owner, known.key)
+        return name is not None and not known.is_unnamed and reads.is_unread(*name)
 
     def _explain_late(
         self, change: SharedChange, known: SharedValue, others: list[SharedValue], result: Recording
@@ -407,8 +412,7 @@ class KnownValues:
             reads: what the user's code reads.
         """
         for known in self._values.values():
-            name = attribute_of(known.owner, known.key)
-            is_read = known.read_on and (name is None or not reads.is_unread(*name))
+            is_read = known.read_on and not self._is_unread(known, reads)
             if known.is_carried and known.set_on and is_read:
                 place = known.held_by or (known.owner, None if known.key is ALL else known.key)
                 where = space_of(place[0]), place[1]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..._common.libraries import is_users
 from ..._common.nested import tensors
 from ..._common.text import key_text
-from ..._torch.modules import parameters_of, slots_of
+from ..._torch.modules import children_of, parameters_of, slots_of
 from ...crossing.tags import TAG, latest
 from ...restoring.contents import is_of_c
 from ...restoring.holders import DictHolder, Holder
@@ -71,7 +71,9 @@ def is_by_microbatch(container: Any) -> bool:
 def attribute_of(owner: Any, key: Any) -> tuple[str, type | None] | None:
     """Return the name by which code reads a value, and the class of its owner (``None`` for a
     variable); an entry or an element has no name."""
-    if isinstance(owner, CONTENTS) or not isinstance(key, str):
+    if isinstance(owner, CONTENTS) or not isinstance(key, str) or not key.isidentifier():
+        return None
+    if isinstance(owner, nn.ModuleDict) and key in children_of(owner):
         return None
     if isinstance(owner, Names | types.CellType):
         return key, None

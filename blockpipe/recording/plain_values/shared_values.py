@@ -306,6 +306,7 @@ class SharedValues:
             elif self._is_lasting(owner) and not access.is_said:
                 for holder in owners_of(owner, key):
                     self._reads(holder, key, frame, hop, counts=False)
+                    self.known.at(holder, key).is_unnamed = True
         sets = [p for p in set_by_call(access.node, frame) if self._is_lasting(p[0])]
         if self._still is None:
             self._taken_in.sets(sets)

@@ -41,6 +41,7 @@ class SharedValue:
     remedy: str = ""  # where it is a special one
     held_by: tuple[Any, Any] | None = None  # where else to find it: an owner, and a key in that
     is_read_outside: bool = False  # by code that the model does not reach, such as a hook's
+    is_unnamed: bool = False  # whether code reads it that does not have its name
     came_on: set[int] = field(default_factory=set)  # hops that read what a forward before has left
     made_on: set[int] = field(default_factory=set)  # the stages that make the tensors in it
     stored_on: set[int] = field(default_factory=set)  # where it is only put elsewhere
@@ -93,6 +94,7 @@ class SharedValue:
             is_constant=self.is_constant and other.is_constant,
             remedy=self.remedy or other.remedy,
             is_read_outside=self.is_read_outside or other.is_read_outside,
+            is_unnamed=self.is_unnamed or other.is_unnamed,
             came_on=self.came_on | other.came_on,
             lines=self.lines | other.lines,
             read_in={**other.read_in, **self.read_in},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,10 +14,11 @@ from ...._torch.modules import parameters_of, within
 from ..syntax.effects import SETS_TORCHS
 from .expressions import Frame, members_of
 from .getters import asked_by_text, asked_of, hands_on, is_getter, is_setter, set_by
-from .members import NEEDS_GRADIENT, UNKNOWN, member_of
-from .registered import added_to, places_of, walked_by
+from .members import ALL, NEEDS_GRADIENT, UNKNOWN, member_of
+from .registered import added_to, along_path, places_of, walked_by
 
 ASKS = (isinstance, type, id, hasattr, getattr, setattr, delattr, callable, vars, super)
+_SETS_SUBMODULE = nn.Module.set_submodule.__name__
 _Set = tuple[Any, Any, Any]  # an object, a name in it, and the value there before
 
 
@@ -56,6 +58,8 @@ def asked_by_call(node: ast.expr, frame: Frame) -> Iterator[tuple[Any, Any]]:
         given = [frame.evaluated(arg) for arg in node.args]
         named = {one.arg: frame.evaluated(one.value) for one in node.keywords if one.arg}
         yield from asked_by_text(frame.evaluated(node.func.value), given, named)
+    if frame.evaluated(node.func) is os.path.expandvars:
+        yield os.environ._data, ALL  # type: ignore[attr-defined]
     for function, args in _called_by(node, frame):
         yield from asked_of(function, args)
 
@@ -64,6 +68,8 @@ def set_by_call(node: ast.expr, frame: Frame) -> Iterator[_Set]:
     """Yield the objects that a call sets attributes of by their names, in code that nobody looks
     into, with the names and the values; and which members it adds to a module."""
     yield from places_of(added_to(node, frame))
+    if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == _SETS_SUBMODULE:
+        yield from (_set(*place) for place in [*along_path(node, frame)][-1:])
     if isinstance(node, ast.Call) and not any(frame.evaluated(node.func) is one for one in ASKS):
         for function, args in _called_by(node, frame):
             yield from (_set(owner, name) for owner, name in set_by(function, args))

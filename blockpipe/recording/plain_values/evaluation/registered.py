@@ -72,13 +72,19 @@ def walked_by(node: ast.Call, frame: Frame) -> Iterator[tuple[nn.Module, Any]]:
         for module in () if name in _OF_CHILDREN else within(owner):
             for key in _ASKED_BY[name]:
                 yield from _members_in(module, key)
-    elif name in _BY_PATH and node.args:
-        path, owner = frame.evaluated(node.args[0]), frame.evaluated(node.func.value)
-        for part in path.split(".") if isinstance(path, str) else ():
-            if not isinstance(owner, nn.Module):
-                return
-            yield owner, part
-            owner = member_of(owner, part)
+    elif name in _BY_PATH:
+        yield from along_path(node, frame)
+
+
+def along_path(node: ast.Call, frame: Frame) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the places along the path that a method of a module's is given first."""
+    given = [frame.evaluated(arg) for arg in node.args[:1]]
+    owner = frame.evaluated(node.func.value) if isinstance(node.func, ast.Attribute) else None
+    for part in given[0].split(".") if given and isinstance(given[0], str) else ():
+        if not isinstance(owner, nn.Module):
+            return
+        yield owner, part
+        owner = member_of(owner, part)
 
 
 def _members_in(module: nn.Module, key: Registered) -> Iterator[tuple[nn.Module, Any]]:

@@ -163,3 +163,53 @@ def test_what_a_forward_assigns_anew_and_a_hook_finds_is_refused(
     pipe = bp.Pipeline(Assigns(find), devices=stages(2), chunks=4)
     with pytest.raises(StateError, match=r"changes a\.count on hops \[0\]"):
         pipe.forward_backward(torch.randn(8, 4), loss_fn=torch.sum)
+
+
+class Picks(nn.Module):
+    """One stage picks a module, or sets one, and the other one finds it without its name."""
+
+    def __init__(
+        self,
+        pick: Callable[[Any, int], object],
+        find: Callable[[Any, Tensor], Tensor],
+    ) -> None:
+        super().__init__()
+        self.a, self.b, self.n = nn.Linear(4, 4), nn.Linear(4, 4), 0
+        self.experts = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+        self.current, self.acts = self.experts[0], nn.Sequential(nn.Tanh())
+        self.pick, self.find = pick, find
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            self.n += 1
+            self.pick(self, self.n % 2)
+            x = self.a(x)
+        with bp.Block(stage=1):
+            return self.find(self, self.b(x))
+
+
+def _current(net: Any, k: int) -> None:
+    net.current = net.experts[k]
+
+
+def _set_by_path(net: Any, k: int) -> None:
+    net.set_submodule("acts.0", nn.ReLU() if k else nn.Tanh())
+
+
+@pytest.mark.parametrize(
+    ("pick", "find"),
+    [
+        (_current, lambda m, x: m.get_submodule("current")(x)),
+        (_current, lambda m, x: dict(m.named_children())["current"](x)),
+        (_current, lambda m, x: [*m.children()][3](x)),
+        (_current, lambda m, x: x @ m.state_dict()["current.weight"]),
+        (_set_by_path, lambda m, x: m.acts[0](x)),
+    ],
+)
+def test_a_module_that_one_stage_picks_and_another_finds_is_refused(
+    pick: Callable[[Any, int], object], find: Callable[[Any, Tensor], Tensor]
+) -> None:
+    """Nothing reads it by its name, and so nothing was taken to: other numbers, silently."""
+    pipe = bp.Pipeline(Picks(pick, find), devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match=r"the forward changes (attribute 'current'|acts\.0)"):
+        pipe.forward_backward(torch.randn(8, 4), loss_fn=torch.sum)
