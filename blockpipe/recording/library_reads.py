@@ -16,15 +16,17 @@ from torch import nn
 
 from .._common.callsite import users_line
 from .._common.libraries import is_users
+from .._torch.modules import within
 from ..restoring.holders import Holder
 from .calls import Call
-from .plain_values.evaluation.members import ALL
+from .plain_values.evaluation.members import ALL, own_attributes
 from .plain_values.values import SharedValue
 from .reads import libraries_code_reads, mentioned, reads_by_computed_names
 
 _UNDO = ("__exit__", "remove")  # a context manager's end, and a hook's
 _PLAIN = (bool, int, float, str, type(None))
 
+_LOOKS_UP = ("__getattribute__", "__getattr__")
 _MOST_CALLS = 4  # of methods in methods: a guess
 
 _INSIDE = ("torch", "contextlib", __name__.partition(".")[0])
@@ -50,7 +52,7 @@ class LibraryReads:
         self._ran: dict[tuple[int, int], str] = {}  # by the id of such a module and the hop
         # Of libraries' methods that the user's code calls: by the object's id, code and hop.
         self._codes: dict[tuple[type, Any], types.CodeType | None] = {}
-        self._asked: dict[int, dict[tuple[types.CodeType, int], str]] = {}
+        self._asked: dict[int, tuple[Any, dict[tuple[types.CodeType, int], str]]] = {}
         self.before_undone: Callable[[], None] = lambda: None  # called when a change may end
 
     def asks(self, code: types.CodeType) -> bool:
@@ -72,14 +74,17 @@ class LibraryReads:
         of a library's reads what it names."""
         if (kind := (type(owner), name)) not in self._codes:
             self._codes[kind] = _librarys_code(*kind) if isinstance(name, str) else None
-        if (code := self._codes[kind]) is not None:
-            self._asked.setdefault(id(owner), {}).setdefault((code, hop), where)
+        if (code := self._codes[kind]) is not None and name not in own_attributes(owner):
+            self._asked.setdefault(id(owner), (owner, {}))[1].setdefault((code, hop), where)
 
     def asked_for(self, owner: Any, key: Any) -> Iterator[tuple[int, str]]:
-        """Yield the hops on which such a member may read an attribute, each with a line."""
-        for (code, hop), where in self._asked.get(id(owner), {}).items():
-            if _may_read(type(owner), code, key):
-                yield hop, where
+        """Yield the hops on which such a member may read an attribute, each with a line. What a
+        module is asked for, the modules inside of it may be asked for."""
+        for asked, found in [*self._asked.values()]:
+            if asked is owner or _is_inside(owner, asked):
+                for (code, hop), where in found.items():
+                    if _may_read(type(asked), code, key):
+                        yield hop, where
 
     def note(self, values: Iterable[SharedValue], calls: Iterable[Call]) -> None:
         """Add to each value that was set the hops on which a library's code reads it.
@@ -127,10 +132,19 @@ class LibraryReads:
         return found
 
 
+def _is_inside(owner: Any, module: Any) -> bool:
+    are_modules = isinstance(owner, nn.Module) and isinstance(module, nn.Module)
+    return are_modules and any(inner is owner for inner in within(module))
+
+
 def _librarys_code(kind: type, name: str) -> types.CodeType | None:
-    """Return the code of a method or a property that a class has from a library's."""
+    """Return the code of a method or a property that a class has from a library's; of a name that
+    no class has, the code that looks attributes up, if the library has its own."""
+    bases = (base for base in kind.__mro__ if base not in (nn.Module, object))
     base = next((base for base in kind.__mro__ if name in vars(base)), None)
-    if base is None or base is nn.Module or is_users(base.__module__):
+    if base is None:
+        name, base = next(((n, b) for b in bases for n in _LOOKS_UP if n in vars(b)), ("", None))
+    if base in (None, nn.Module) or is_users(base.__module__):
         return None
     member = vars(base)[name]
     function = member.fget if isinstance(member, property) else member
@@ -139,6 +153,8 @@ def _librarys_code(kind: type, name: str) -> types.CodeType | None:
 
 def _may_read(kind: type, code: types.CodeType, key: object) -> bool:
     """Return whether a method, or another one of its class that it names, may read an attribute."""
+    if code.co_name in _LOOKS_UP:
+        return True
     level, seen = [code], {code}
     for _ in range(_MOST_CALLS):
         names = frozenset[str]().union(*map(mentioned, level))

@@ -118,6 +118,8 @@ class Asks(nn.Module):
             self.held: Any = pytest.importorskip("torchmetrics").MeanMetric()
         elif kind == "parameters":
             self.held = nn.ParameterDict({"n": 0})
+        elif kind == "mapped":
+            self.held = pytest.importorskip("transformers").GPT2Config()
         else:
             self.held = pytest.importorskip("transformers").PretrainedConfig(n=0)
 
@@ -128,6 +130,8 @@ class Asks(nn.Module):
                 self.held.update(1.0)
             elif self.kind == "parameters":
                 self.held.update({"n": self.held["n"] + 1})
+            elif self.kind == "mapped":
+                self.held.n_layer += 1
             else:
                 self.held.n += 1
         with bp.Block(stage=1):
@@ -136,10 +140,12 @@ class Asks(nn.Module):
                 return x * self.held.update_count
             if self.kind == "parameters":
                 return x * self.held["n"]
+            if self.kind == "mapped":  # to n_layer, by the class
+                return x * self.held.num_hidden_layers
             return x * self.held.to_dict()["n"]
 
 
-@pytest.mark.parametrize("kind", ["configuration", "metric", "parameters"])
+@pytest.mark.parametrize("kind", ["configuration", "mapped", "metric", "parameters"])
 def test_what_a_librarys_method_reads_of_an_object_is_refused(kind: str) -> None:
     """By the method's code, or that of a property: other numbers, silently."""
     pipe = bp.Pipeline(Asks(kind), devices=stages(2), chunks=4)
