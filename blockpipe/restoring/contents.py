@@ -326,7 +326,8 @@ def is_generator(value: Any) -> bool:
         is_global = value is getattr(random.random, "__self__", None)
         return not is_global and not isinstance(value, random.SystemRandom)
     numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(value, numpy.random.Generator | numpy.random.RandomState):
+    kinds = ("Generator", "RandomState", "BitGenerator")
+    if numpy is None or not isinstance(value, tuple(getattr(numpy.random, k) for k in kinds)):
         return False
     return value is not getattr(numpy.random.rand, "__self__", None)
 

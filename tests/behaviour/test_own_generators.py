@@ -30,6 +30,7 @@ class Net(nn.Module):
         self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
         self.first, self.second = first, second
         self.random, self.other = random.Random(0), random.Random(1)
+        self.bits = np.random.PCG64(0)
         self.numpy, self.old = np.random.default_rng(0), np.random.RandomState(0)
         self.torchs, self.state = torch.Generator(), torch.Generator().get_state()
         self.array = np.ones((2, 4), dtype=np.float32)
@@ -66,6 +67,10 @@ def _of_old_numpy(net: Net, h: Tensor) -> Tensor:
     return h * float(net.old.rand())
 
 
+def _of_bits(net: Net, h: Tensor) -> Tensor:
+    return h * float(np.random.Generator(net.bits).random())
+
+
 def _of_module(net: Net, h: Tensor) -> Tensor:
     return h * OF_MODULE.random()
 
@@ -90,6 +95,7 @@ X = torch.randn(8, 4)
         (_by_a_local_name, "a Random"),
         (_of_numpy, "a Generator"),
         (_of_old_numpy, "a RandomState"),
+        (_of_bits, "a PCG64"),
         (_of_module, "a Random"),
     ],
 )

@@ -276,13 +276,14 @@ def is_of_library(value: Any) -> bool:
 
 
 def inside(value: Any) -> Iterator[Any]:
-    """Yield the containers in which a library's object, or a container, keeps what it holds."""
+    """Yield the containers and arrays in which a library's object, or a container, keeps what it
+    holds."""
     level, seen = [value], {id(value)}
     for _ in range(_MOST_NESTED):
         level = [member for outer in level for member in _members_of(outer)]
         level = [member for member in level if id(member) not in seen][:_MOST_INSIDE]
         seen.update(map(id, level))
-        yield from (member for member in level if isinstance(member, CONTENTS))
+        yield from (one for one in level if isinstance(one, CONTENTS) or is_array(one))
 
 
 def read_inside(access: Access, value: Any, owner: Any, frame: Frame) -> Iterator[tuple[Any, Any]]:

@@ -336,7 +336,7 @@ class SharedValues:
     def _note_inside(self, access: Access, value: Any, owner: Any, frame: Frame, hop: int) -> None:
         """Note what code reads beside the place that it names."""
         for inner, key in read_inside(access, value, owner, frame):
-            if id(inner) in self._lasting and not is_by_microbatch(inner):
+            if self._is_lasting(inner) and not is_by_microbatch(inner):
                 self._reads(inner, key, frame, hop, counts=access.counts)
 
     def _uses(self, access: Access, value: Any, frame: Frame, hop: int) -> None:

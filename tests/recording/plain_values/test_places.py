@@ -441,3 +441,26 @@ def test_what_an_object_has_when_it_is_handed_to_a_library_is_read() -> None:
     pipe = bp.Pipeline(Tells(), devices=stages(2), chunks=4)
     with pytest.raises(StateError, match="changes a list"):
         pipe.forward_backward(torch.randn(8, 4), loss_fn=square)
+
+
+class Sparse(nn.Module):
+    """One stage sets an entry of a library's array, and the other one sums it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.table = pytest.importorskip("scipy.sparse").csr_array(np.eye(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            x = self.a(x)
+            self.table.data[0] = x.sum().item()
+        with bp.Block(stage=1):
+            return self.b(x) * float(self.table.sum())
+
+
+def test_arrays_that_a_librarys_object_holds_are_read_where_it_is_used() -> None:
+    """Other numbers, silently."""
+    pipe = bp.Pipeline(Sparse(), devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match="changes a ndarray"):
+        pipe.forward_backward(torch.randn(8, 4), loss_fn=square)
