@@ -1,8 +1,12 @@
 """What libraries' modules read where they are called: nobody traces their code."""
 
+import dataclasses
 import time
+from collections import UserDict
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -150,4 +154,87 @@ def test_what_a_librarys_method_reads_of_an_object_is_refused(kind: str) -> None
     """By the method's code, or that of a property: other numbers, silently."""
     pipe = bp.Pipeline(Asks(kind), devices=stages(2), chunks=4)
     with pytest.raises(StateError, match="under way at once"):
+        pipe.forward_backward(torch.randn(8, 4), loss_fn=square)
+
+
+class Stats(UserDict[str, float]):
+    """A class of the user's with the methods of a library's."""
+
+
+class Keeps(nn.Module):
+    """One stage counts by an entry, and the other one reads by a method that it inherits."""
+
+    def __init__(self, reads: Callable[[Stats], float]) -> None:
+        super().__init__()
+        self.a, self.b, self.stats, self.reads = nn.Linear(4, 4), nn.Linear(4, 4), Stats(n=0), reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            self.stats["n"] += 1
+            x = self.a(x)
+        with bp.Block(stage=1):
+            return self.b(x) * self.reads(self.stats)
+
+
+@pytest.mark.parametrize(
+    "reads", [lambda s: s["n"], lambda s: s.get("n", 0), lambda s: sum(s.values()), len]
+)
+def test_what_a_class_of_the_users_keeps_in_a_librarys_is_refused(
+    reads: Callable[[Stats], float],
+) -> None:
+    """By a method that is inherited: other numbers, silently."""
+    pipe = bp.Pipeline(Keeps(reads), devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match="under way at once"):
+        pipe.forward_backward(torch.randn(8, 4), loss_fn=square)
+
+
+@dataclasses.dataclass
+class Found:
+    """Has a list that one stage fills."""
+
+    names: list[int] = dataclasses.field(default_factory=list)
+
+
+class Tells(nn.Module):
+    """One stage fills a list in an object, and the other one hands the object to a library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.found = nn.Linear(4, 4), nn.Linear(4, 4), Found()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            self.found.names.append(1)
+            x = self.a(x)
+        with bp.Block(stage=1):
+            return self.b(x) * len(dataclasses.astuple(self.found)[0])
+
+
+def test_what_an_object_has_when_it_is_handed_to_a_library_is_read() -> None:
+    """Its containers, too: other numbers, silently."""
+    pipe = bp.Pipeline(Tells(), devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match="changes a list"):
+        pipe.forward_backward(torch.randn(8, 4), loss_fn=square)
+
+
+class Sparse(nn.Module):
+    """One stage sets an entry of a library's array, and the other one sums it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.table = pytest.importorskip("scipy.sparse").csr_array(np.eye(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            x = self.a(x)
+            self.table.data[0] = x.sum().item()
+        with bp.Block(stage=1):
+            return self.b(x) * float(self.table.sum())
+
+
+def test_arrays_that_a_librarys_object_holds_are_read_where_it_is_used() -> None:
+    """Other numbers, silently."""
+    pipe = bp.Pipeline(Sparse(), devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match="changes a ndarray"):
         pipe.forward_backward(torch.randn(8, 4), loss_fn=square)
