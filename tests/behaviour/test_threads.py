@@ -391,3 +391,41 @@ def test_recordings_of_two_models_when_two_threads_begin_them_take_turns(
 
     double(torch.ones(2))
     assert len(graphs) == 1
+
+
+LOCK = threading.RLock()
+
+
+class LocksOnce(nn.Module):
+    """Takes a lock on its first stage that the caller may have: a reentrant one."""
+
+    def __init__(self, lock: Any, attribute: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.lock = lock if attribute else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(0):
+            with LOCK if self.lock is None else self.lock:
+                x = self.a(x)
+        with bp.Block(1):
+            return self.b(x)
+
+
+@pytest.mark.usefixtures("_impatient")
+@pytest.mark.parametrize(
+    ("lock", "attribute"), [(LOCK, False), (LOCK, True), (threading.Condition(), True)]
+)
+def test_a_lock_around_the_step_that_the_forward_takes_is_an_error(
+    lock: Any, attribute: bool
+) -> None:
+    """In one thread it is free for its holder; a stage's thread waited for ever."""
+    net = LocksOnce(lock, attribute)
+    pipe, x = pipeline(net), torch.randn(4, 4)
+    pipe.forward_backward(x, loss_fn=torch.sum)
+    with lock, pytest.raises(StateError, match=r"threads\.py:\d+, .* holds a reentrant lock"):
+        pipe.forward_backward(x, loss_fn=torch.sum)
+    pipe.forward_backward(x, loss_fn=torch.sum)
+    with lock:
+        pipe.schedule = "sequential"
+        pipe.forward_backward(x, loss_fn=torch.sum)

@@ -9,12 +9,15 @@ A bound on the time alone was no alternative: a long step is no circle.
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from types import FrameType
+from typing import Any
 
 POLL = 0.2  # seconds between two looks
 PATIENCE = 60.0  # seconds without work before a wait is given up; a guess
 _SHARE = 0.02  # of a core: what threads that only wait and look now and then may use
+_RLOCK = type(threading.RLock())
 _DEBUGGERS = frozenset(["bdb", "pdb", "pydevd"])
 
 
@@ -73,3 +76,30 @@ def _is_debugged() -> bool:
                 return True
             frame = frame.f_back
     return False
+
+
+def names_lock_of(thread: int, holder: int) -> bool:
+    """Return whether the code that a thread is in names a reentrant lock that another thread holds.
+
+    Args:
+        thread: the thread, by its identifier.
+        holder: the other one.
+    """
+    frame = sys._current_frames().get(thread)
+    return frame is not None and any(_is_held(value, holder) for value in _named_in(frame))
+
+
+def _named_in(frame: FrameType) -> Iterator[Any]:
+    """Yield the values of a frame's variables, and those of their attributes that it names."""
+    names = frame.f_code.co_names
+    variables = [*frame.f_locals.values(), *(frame.f_globals.get(name) for name in names)]
+    for value in variables:
+        yield value
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            yield from (attributes[name] for name in names if name in attributes)
+
+
+def _is_held(value: object, holder: int) -> bool:
+    lock = getattr(value, "_lock", None) if isinstance(value, threading.Condition) else value
+    return isinstance(lock, _RLOCK) and f"owner={holder} " in repr(lock)

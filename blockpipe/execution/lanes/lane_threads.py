@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from ..._common.callsite import line_of_thread
-from ..._common.threads.standstill import PATIENCE, POLL, Standstill
+from ..._common.threads.standstill import PATIENCE, POLL, Standstill, names_lock_of
 from ..._common.threads.thread_state import CallerState, give_forward_lock, take_forward_lock
 from ...errors import StateError
 from ...schedules.schedule import Action, Schedule
@@ -119,8 +119,13 @@ class LaneThreads:
         """Wait until no thread works for this step; a step that stands still fails."""
         standstill = Standstill()
         while not self._is_over():
-            if self._failure is None and self._woken and standstill.is_reached():
+            if self._failure is not None or not standstill.is_reached():
+                continue
+            if self._woken:
                 self.fail(self._stands_still())
+            elif (waits := self._waits_for_caller()) is not None:
+                self.fail(waits)
+                return  # its thread goes on, and stops, when the caller has let go of the lock
 
     def _is_over(self) -> bool:
         with self._lock:
@@ -147,6 +152,21 @@ class LaneThreads:
             "one holds across stages, nor for a thread that waits for this step; release the lock "
             "before the stage ends, or use schedule='sequential'"
         )
+
+    def _waits_for_caller(self) -> StateError | None:
+        """Say which run stands where it takes a lock that the caller's thread has."""
+        with self._lock:
+            threads = [(m, self._thread_of[m]) for m in sorted(self._thread_of)]
+        for m, thread in threads:
+            if names_lock_of(thread, threading.get_ident()):
+                return StateError(
+                    f"nothing has run in this step for {PATIENCE:.0f} seconds: micro-batch {m} "
+                    f"stands at {line_of_thread(thread)}, and the thread that has called the step "
+                    "holds a reentrant lock that is named there. Stages run in threads of their "
+                    "own, for which it is not free; release it before the step, or use "
+                    "schedule='sequential'"
+                )
+        return None
 
     def fail(self, error: BaseException) -> None:
         """Keep the first failure, and wake all runs that wait: they stop."""
