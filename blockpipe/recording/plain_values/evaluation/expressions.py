@@ -77,6 +77,7 @@ class Frame:
         self.code, self.line = frame.f_code, f"{frame.f_code.co_filename}:{frame.f_lineno}"
         self.frame, self._functions, self._returned = frame, functions, returned
         self.kept: list[Any] = []
+        self._values: dict[ast.expr, Any] = {}  # nothing runs meanwhile
         self.is_running = isinstance(frame, types.FrameType)
 
     def line_of(self, node: ast.expr) -> str:
@@ -85,9 +86,12 @@ class Frame:
 
     def evaluated(self, node: ast.expr) -> Any:
         """Return the value of an expression; ``UNKNOWN`` if code would have to run for it."""
-        found = self._evaluated(node)
-        # What a proxy answers, its object answers.
-        return found.__repr__.__self__ if type(found) in weakref.ProxyTypes else found
+        if node not in self._values:
+            found = self._evaluated(node)
+            # What a proxy answers, its object answers.
+            is_proxy = type(found) in weakref.ProxyTypes
+            self._values[node] = found.__repr__.__self__ if is_proxy else found
+        return self._values[node]
 
     def _evaluated(self, node: ast.expr) -> Any:
         match node:
