@@ -412,6 +412,7 @@ class LocksOnce(nn.Module):
             return self.b(x)
 
 
+@pytest.mark.cpu("the thread that waits goes on when the step has failed and its memory is free")
 @pytest.mark.usefixtures("_impatient")
 @pytest.mark.parametrize(
     ("lock", "attribute"), [(LOCK, False), (LOCK, True), (threading.Condition(), True)]
