@@ -50,8 +50,8 @@ class LibraryReads:
             if isinstance(owner, nn.Module) and key not in registered
         }
         self._ran: dict[tuple[int, int], str] = {}  # by the id of such a module and the hop
-        # Of libraries' methods that the user's code calls: by the object's id, code and hop.
         self._codes: dict[tuple[type, Any], types.CodeType | None] = {}
+        # Of libraries' methods that the user's code calls: by the object's id, code and hop.
         self._asked: dict[int, tuple[Any, dict[tuple[types.CodeType, int], str]]] = {}
         self.before_undone: Callable[[], None] = lambda: None  # called when a change may end
 

@@ -249,7 +249,7 @@ class ModelState:
 
     def _look_at_attributes(self, value: Any) -> Iterable[Any]:
         kind, package = type(value), f"{type(value).__module__}."
-        is_known = isinstance(value, nn.Module | Tensor) or package.startswith(_OPEN)
+        is_known = isinstance(value, nn.Module) or _is_open(value)
         if package.startswith(FOREIGN) and (not is_known or is_iterator(value)):
             return ()
         if kind not in self._slots:
