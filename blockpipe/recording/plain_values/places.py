@@ -57,7 +57,7 @@ _SHARE_MEMORY = (
     torch.utils.dlpack.from_dlpack,
 )
 
-_NO_METHODS = ("builtins", "abc", "typing", "enum")  # that read what an object holds
+_NO_METHODS = ("builtins", "abc", "typing", "enum", *_HAND_BACK)  # that read what objects hold
 
 # Methods of an array that give a view.
 _VIEWS = ("ravel", "reshape", "view", "transpose", "swapaxes", "squeeze", "diagonal")
@@ -271,8 +271,10 @@ def is_of_library(value: Any) -> bool:
     if kind is types.MappingProxyType:
         return True
     is_other = isinstance(value, (*CODE, nn.Module, Tensor)) or value is os.environ
-    others = {base.__module__ for base in kind.__mro__}.difference(_NO_METHODS)
-    return not is_other and hasattr(value, "__dict__") and not all(map(is_users, others))
+    others = [base.__module__ for base in kind.__mro__ if not is_users(base.__module__)]
+    inherits = any(name.partition(".")[0] not in _NO_METHODS for name in others)
+    is_librarys = inherits or not is_users(kind.__module__)
+    return not is_other and hasattr(value, "__dict__") and is_librarys
 
 
 def inside(value: Any) -> Iterator[Any]:
