@@ -59,6 +59,9 @@ _SHARE_MEMORY = (
 
 _NO_METHODS = ("builtins", "abc", "typing", "enum", *_HAND_BACK)  # that read what objects hold
 
+# Functions that read a container, and nothing in what it holds.
+_TAKE_AS_IT_IS = (len, bool, iter, list, tuple, reversed, dict)
+
 # Methods of an array that give a view.
 _VIEWS = ("ravel", "reshape", "view", "transpose", "swapaxes", "squeeze", "diagonal")
 
@@ -301,17 +304,32 @@ def read_inside(access: Access, value: Any, owner: Any, frame: Frame) -> Iterato
     """
     yield from asked_for(access, value, frame)
     is_entry = isinstance(access.node, ast.Subscript)
-    held, given_to = (owner if is_entry else value), access.given_to
-    if access.use in (Use.NONE, Use.WRITE) and not is_entry:
+    if is_entry and is_of_library(owner):  # whose own method gives it
+        yield from ((one, ALL) for one in inside(owner))
+    function = None if access.given_to is None else frame.evaluated(access.given_to)
+    is_traced = access.given_to is not None and is_looked_into(function)
+    if is_traced or access.use in (Use.NONE, Use.WRITE):
         return
-    function = None if given_to is None else frame.evaluated(given_to)
-    if given_to is not None and is_looked_into(function):
-        return
-    if is_of_library(held) or (given_to is not None and isinstance(held, CONTENTS)):
+    held = owner if is_entry and value is UNKNOWN else value  # it may be any of them
+    if is_of_library(held) or _is_opened(access, held, frame):
         yield from ((one, ALL) for one in inside(held))
     elif _is_users_object(held) and _takes_apart(function):
         # All that the object has: dataclasses.astuple(state).
         yield from ((one, ALL) for one in inside([*own_attributes(held).values()]))
+
+
+def _is_opened(access: Access, held: Any, frame: Frame) -> bool:
+    """Return whether code looks into a container without naming what is in it: any function that
+    nobody looks into, but those that take what is in it as it is."""
+    if not isinstance(held, (*CONTENTS, tuple)):
+        return False
+    if access.given_to is not None:
+        return frame.evaluated(access.given_to) not in _TAKE_AS_IT_IS
+    if isinstance(held, dict):  # what asks for a key, or for each, looks at no value
+        return isinstance(access.opened_by, ast.Compare) and access.key is None
+    is_called = isinstance(access.opened_by, ast.expr)
+    function = frame.evaluated(access.opened_by) if is_called else None
+    return access.opened_by is not None and not is_looked_into(function)
 
 
 def _takes_apart(function: Any) -> bool:

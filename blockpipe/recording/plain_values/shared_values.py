@@ -143,8 +143,7 @@ class SharedValues:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Trace this thread's code during a block. A debugger or another tracer is paused; one that
-        begins during the block stays."""
+        """Trace this thread's code in a block. A tracer is paused; one that begins there stays."""
         if not self.traces:
             yield
             return
@@ -312,11 +311,13 @@ class SharedValues:
             self._taken_in.sets(sets)
         if sets:
             self._will_set(sets, access, frame, hop)
-        value = frame.kept_by(access.node)
+        value = frame.given_by(access.node)
         self._cached += frame.kept
         self._lasting.update(map(id, frame.kept))
         if access.use is not Use.NONE and self._is_content(value, access, None):
-            self._uses(access, value, frame, hop)
+            self._uses(access, whose(self._objects.get(id(value), value)), frame, hop)
+        if not access.is_said:
+            self._note_inside(access, value, None, frame, hop)
 
     def _reads_any(self, name: str | None, access: Access, frame: Frame, hop: int) -> None:
         """Note a read of an object that nobody can tell."""
@@ -374,10 +375,9 @@ class SharedValues:
             return True
         if advances(value):
             return owner is not None and self._is_lasting(owner)
-        if id(value) in self._objects or whose(value) is not value:
-            return True
-        is_known = id(value) in self._lasting
-        if (is_known or self._taken_in.may_take(value)) and is_content(value):
+        is_known, is_space = id(value) in self._lasting, id(value) in self._objects
+        may_change = (is_known or self._taken_in.may_take(value)) and is_content(value)
+        if is_space or may_change or whose(value) is not value:
             return True
         return is_known and is_used_whole(value, access, is_still=self._still is not None)
 

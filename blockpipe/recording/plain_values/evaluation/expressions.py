@@ -199,12 +199,13 @@ class Frame:
             return find(*map(self.evaluated, (node.func.value, *node.args)))
         return self._given(function)
 
-    def kept_by(self, node: ast.expr) -> Any:
-        """Return what a ``functools.lru_cache`` keeps of a call; ``UNKNOWN`` for others."""
-        is_cached = isinstance(node, ast.Call) and isinstance(
-            self.evaluated(node.func), functools._lru_cache_wrapper
-        )
-        return self.evaluated(node) if is_cached else UNKNOWN
+    def given_by(self, node: ast.expr) -> Any:
+        """Return what a call gives that is about to run: of what is there already, or of what a
+        ``functools.lru_cache`` keeps; ``UNKNOWN`` for one of a user's function, whose own code is
+        traced."""
+        function = self.bound(node.func) if isinstance(node, ast.Call) else UNKNOWN
+        is_traced = isinstance(function, types.FunctionType | types.MethodType)
+        return UNKNOWN if is_traced else self.evaluated(node)
 
     def _given(self, function: Any) -> Any:
         """Return the value that a user's function, or a module's forward, has just returned."""

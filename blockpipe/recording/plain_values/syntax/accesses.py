@@ -20,6 +20,7 @@ from .contents import alternatives
 from .effects import (
     ASKS_CHANCE,
     CHANGES_GIVEN,
+    COPIES,
     DOES_BOTH,
     SETS_TORCHS,
     WRITES,
@@ -27,7 +28,16 @@ from .effects import (
     writes_in_place,
 )
 from .nodes import Node, lines_of, nodes_of
-from .uses import Use, goes_back, is_function, is_said_in, key_taken, stored_in, use_of
+from .uses import (
+    Use,
+    goes_back,
+    is_function,
+    is_said_in,
+    key_taken,
+    opened_by,
+    stored_in,
+    use_of,
+)
 
 _OF_ENVIRONMENT = ("getenv", "getenvb")
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__", "__setstate__", "__repr__", "extra_repr")
@@ -65,6 +75,7 @@ class Access:
         is_call: whether it is a call of any function, whose value only the function tells.
         assigned: what a write sets the value to, or comes out of.
         stored_in: what the value is put into as it is.
+        opened_by: what looks into the containers in it, without a name for them.
     """
 
     node: ast.expr
@@ -81,6 +92,7 @@ class Access:
     is_call: bool = False
     assigned: ast.expr | None = None
     stored_in: ast.expr | None = None
+    opened_by: ast.AST | None = None
 
     @property
     def calls(self) -> bool:
@@ -109,6 +121,8 @@ def accesses_of(code: types.CodeType) -> Mapping[int, list[Access]]:
                 access = _access(node, outer, operation)
                 if access is not None:
                     found[instruction.offset] += _each_alternative(access)
+                    if isinstance(node, ast.Call) and access.node is not node:  # ``next``
+                        found[instruction.offset].append(_any_call(node, outer, access.is_said))
     return found
 
 
@@ -324,7 +338,8 @@ def _access(node: Node, outer: tuple[ast.AST, ...], operation: str) -> Access | 
         ends = len(outer) > 1 and isinstance(outer[1], ast.Expr)
         method = outer[0].attr if is_function(outer) and isinstance(outer[0], ast.Attribute) else ""
         found = node, True, False, back, use, given_to, is_said, key, is_first, ends, method
-        return Access(*found, stored_in=stored_in(node, outer))
+        opened = opened_by(node, outer)
+        return Access(*found, stored_in=stored_in(node, outer), opened_by=opened)
     around = outer[0] if outer else None
     is_target = isinstance(around, ast.AugAssign) and node is around.target
     if "_FAST" in operation and not (is_target and "LOAD_FAST" in operation):
@@ -355,5 +370,13 @@ def _call(node: ast.Call, outer: tuple[ast.AST, ...], *, is_said: bool) -> Acces
         return Access(node, False, True)
     if name == "next" and node.args:
         return Access(node.args[0], True, False, use=Use.BOTH)
+    return _any_call(node, outer, is_said)
+
+
+def _any_call(node: ast.Call, outer: tuple[ast.AST, ...], is_said: bool) -> Access:
     use, given_to = use_of(node, outer)
-    return Access(node, True, False, use=use, given_to=given_to, is_said=is_said, is_call=True)
+    if use is not Use.NONE and name_called(node) in COPIES:
+        use = Use.READ
+    opened = opened_by(node, outer)
+    found = node, True, False, None, use, given_to, is_said
+    return Access(*found, is_call=True, opened_by=opened)

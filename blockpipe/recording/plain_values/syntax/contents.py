@@ -84,9 +84,12 @@ def _by_method(owner: Any, name: str, args: list[Any]) -> Any:
     if type(owner) in _DICTS:
         if name in ("keys", "values", "items"):
             return [*getattr(dict, name)(owner)]
-        if name in ("get", "pop", "setdefault") and args and isinstance(args[0], str | int):
+        is_asked = name in ("get", "pop", "setdefault", "__getitem__")
+        if is_asked and args and isinstance(args[0], str | int):
             return dict.get(owner, args[0], args[1] if len(args) > 1 else None)
-    elif name in ("pop", "popleft") and type(owner) in (list, deque) and owner:
+        if name == "popitem" and owner:
+            return next(reversed(owner.items()))
+    elif name in ("pop", "popleft", "__getitem__") and type(owner) in (list, tuple, deque):
         at = args[0] if args and isinstance(args[0], int) else -1 if name == "pop" else 0
         return owner[at] if -len(owner) <= at < len(owner) else NOT_MADE
     return owner if name == "copy" else NOT_MADE

@@ -50,6 +50,7 @@ DOES_BOTH = frozenset(
         *("read", "readline", "readlines", "readinto", "read_byte"),  # from where a file stands
     ]
 )
+COPIES = frozenset(["copy", "deepcopy", "dict"])  # whose result is another container
 CHANGES_GIVEN = _CHANGES_FIRST | _CHANGES_ANY
 
 ASKS_CHANCE = (

@@ -6,6 +6,7 @@ import enum
 from .effects import DOES_BOTH, FILLS, WRITES, name_called
 
 _READS = frozenset(["get", "keys", "values", "items", "copy", "index", "count", "__getitem__"])
+_COMPARES = ("count", "index", "remove")
 _TAKES_KEY = ("get", "pop", "setdefault", "move_to_end")
 _STORES = frozenset(
     ["append", "appendleft", "extend", "insert", "setdefault", "update", "put", "put_nowait"]
@@ -86,6 +87,24 @@ def _is_shown(node: ast.AST, outer: tuple[ast.AST, ...]) -> bool:
             return isinstance(around, ast.FormattedValue) or name_called(around) in _SHOWS
         node = around
     return False
+
+
+def opened_by(node: ast.expr, outer: tuple[ast.AST, ...]) -> ast.AST | None:
+    """Return what looks into the containers in a list without a name for them: a comparison, a
+    method of the list's own that compares, a loop that unpacks them, or a function that is given
+    each (``zip(*rows)``); ``None``: nothing does."""
+    match outer[:2]:
+        case [ast.Starred(), ast.Call(func=function)]:
+            return function
+        case [ast.Compare(ops=[ast.Is() | ast.IsNot(), *_]), *_]:
+            return None
+        case [ast.Attribute(attr=name), ast.Call()] if is_function(outer) and name in _COMPARES:
+            return outer[0]
+        case [ast.For(target=target, iter=over) | ast.comprehension(target=target, iter=over), *_]:
+            return outer[0] if over is node and isinstance(target, ast.Tuple | ast.List) else None
+        case [ast.Compare(), *_]:
+            return outer[0]
+    return None
 
 
 def stored_in(node: ast.AST, outer: tuple[ast.AST, ...]) -> ast.expr | None:
