@@ -5,7 +5,7 @@ import operator
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,6 +19,20 @@ from ..parity import plain_step
 from ..stage_devices import assert_close, stages
 
 
+class Row(NamedTuple):
+    """What a stage adds to, and a number."""
+
+    items: list[float]
+    number: int
+
+
+class Own(dict[str, Any]):
+    """A dictionary of one's own, as people write it for attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
 class Nested(nn.Module):
     """The first stage adds to one list, and changes one dictionary; the second reads ``read``."""
 
@@ -28,6 +42,8 @@ class Nested(nn.Module):
         self.table: dict[str, Any] = {"a": [1.0], "b": [1.0], "n": 3}
         self.rows: list[Any] = [self.table["a"], self.table["b"], 3]
         self.only, self.pair = [self.table["a"]], (self.table["a"], 3)
+        self.named, self.own = Row(self.table["a"], 3), Own(a=self.table["a"])
+        self.bound = partial(max, self.table["a"])
         self.outer = {"inner": {"a": self.table["a"], "b": self.table["b"]}}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -65,6 +81,10 @@ READS: list[Callable[[Any], float]] = [
     lambda s: float(max(map(len, s.outer["inner"].values()))),
     lambda s: float(max(map(len, s.pair[:1]))),
     lambda s: float(len(list(itertools.chain.from_iterable(s.only)))),
+    lambda s: float(len(s.own.get("a")) + len(next(iter(s.own.values())))),
+    lambda s: float(len((s.table | {})["a"]) + len((s.only + s.rows)[0])),
+    lambda s: float(len(s.named._replace(number=4).items) + len(s.named._asdict()["items"])),
+    lambda s: float(len(s.bound.args[0])),
     lambda s: float(len(s.table.copy().popitem()) + len(str(s.pair))),
     lambda s: float(sum(map(sum, zip(*s.only, strict=True)))),
     lambda s: 2.0 if s.only == [[1.0] * 3] else 1.0,

@@ -327,9 +327,8 @@ def _is_opened(access: Access, held: Any, frame: Frame) -> bool:
         return frame.evaluated(access.given_to) not in _TAKE_AS_IT_IS
     if isinstance(held, dict):  # what asks for a key, or for each, looks at no value
         return isinstance(access.opened_by, ast.Compare) and access.key is None
-    is_called = isinstance(access.opened_by, ast.expr)
-    function = frame.evaluated(access.opened_by) if is_called else None
-    return access.opened_by is not None and not is_looked_into(function)
+    by = access.opened_by
+    return by is not None and not (isinstance(by, ast.expr) and is_looked_into(frame.evaluated(by)))
 
 
 def _takes_apart(function: Any) -> bool:

@@ -4,6 +4,7 @@ So no property, no ``__getattr__`` and no ``__getattribute__`` is called.
 """
 
 import builtins
+import functools
 import sys
 import types
 from collections import deque, namedtuple
@@ -179,7 +180,9 @@ def _attribute(owner: Any, name: str) -> Any:
                 return slots[name]
     holder = _class_with(type(owner), name)
     found = UNKNOWN if holder is None else vars(holder)[name]
-    if isinstance(found, _FIELD) and isinstance(owner, tuple):
+    is_field = isinstance(found, _FIELD) and isinstance(owner, tuple)
+    holds = isinstance(owner, functools.partial | types.FunctionType)  # partial(f, x).args
+    if is_field or (holds and isinstance(found, types.MemberDescriptorType)):
         return found.__get__(owner)
     return UNKNOWN if isinstance(found, types.GetSetDescriptorType) else found  # of code in C
 

@@ -6,6 +6,7 @@ as they are: ``pop`` gives what it would take.
 
 import ast
 import itertools
+import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,8 @@ from ...._torch.modules import children_of
 
 _PLAIN = (list, tuple, deque, set, frozenset, dict, OrderedDict, defaultdict)
 _DICTS = (dict, OrderedDict, defaultdict)
+_IN_C = (types.MethodDescriptorType, types.WrapperDescriptorType)
+_OF_FIELDS = ("_asdict", "_replace")  # methods of a named tuple
 _LISTS: dict[str, Callable[[list[Any]], list[Any]]] = {
     "list": list,
     "tuple": list,
@@ -41,6 +44,8 @@ def made_of(node: ast.expr, evaluate: Evaluate) -> Any:
     match node:
         case ast.NamedExpr():
             return evaluate(node.value)
+        case ast.BinOp(left=left, op=op, right=right):
+            return _joined(evaluate(left), evaluate(right), op)
         case ast.List():
             return _displayed(node.elts, evaluate)
         case ast.Tuple():
@@ -79,9 +84,11 @@ def _by_function(name: str, found: Any) -> Any:
 
 
 def _by_method(owner: Any, name: str, args: list[Any]) -> Any:
-    if not _is_looked_into(owner):
+    if isinstance(owner, tuple) and name in _OF_FIELDS and hasattr(owner, "_fields"):
+        return dict(zip(owner._fields, owner, strict=True)) if name == "_asdict" else owner
+    if not _is_looked_into(owner, name):
         return NOT_MADE
-    if type(owner) in _DICTS:
+    if isinstance(owner, dict):
         if name in ("keys", "values", "items"):
             return [*getattr(dict, name)(owner)]
         is_asked = name in ("get", "pop", "setdefault", "__getitem__")
@@ -89,10 +96,20 @@ def _by_method(owner: Any, name: str, args: list[Any]) -> Any:
             return dict.get(owner, args[0], args[1] if len(args) > 1 else None)
         if name == "popitem" and owner:
             return next(reversed(owner.items()))
-    elif name in ("pop", "popleft", "__getitem__") and type(owner) in (list, tuple, deque):
+    elif name in ("pop", "popleft", "__getitem__") and isinstance(owner, list | tuple | deque):
         at = args[0] if args and isinstance(args[0], int) else -1 if name == "pop" else 0
         return owner[at] if -len(owner) <= at < len(owner) else NOT_MADE
     return owner if name == "copy" else NOT_MADE
+
+
+def _joined(left: Any, right: Any, op: ast.operator) -> Any:
+    """Return the container that ``+`` or ``|`` makes of two."""
+    if _is_looked_into(left) and _is_looked_into(right) and type(left) is type(right):
+        if isinstance(op, ast.Add) and type(left) in (list, tuple, deque):
+            return [*left, *right]
+        if isinstance(op, ast.BitOr) and type(left) in _DICTS:
+            return {**left, **right}
+    return NOT_MADE
 
 
 def _displayed(nodes: list[ast.expr], evaluate: Evaluate) -> Any:
@@ -111,7 +128,7 @@ def _dict_of(node: ast.Dict, evaluate: Evaluate) -> dict[Any, Any]:
     made: dict[Any, Any] = {}
     for key, value in zip(node.keys, node.values, strict=True):
         found = evaluate(value)
-        if key is None and type(found) in _DICTS and _is_looked_into(found):
+        if key is None and isinstance(found, dict) and _is_looked_into(found):
             made.update(found)
         elif isinstance(key, ast.Constant):
             made[key.value] = found
@@ -124,8 +141,15 @@ def _listed(value: Any) -> Any:
     return [*children_of(value).values()] if is_list else value
 
 
-def _is_looked_into(value: Any) -> bool:
-    return type(value) in _PLAIN and len(value) <= _MOST_MEMBERS
+def _is_looked_into(value: Any, *names: str) -> bool:
+    """Return whether a value is a container that no code of the user's walks through, nor has such
+    methods."""
+    if not isinstance(value, _PLAIN) or not all(
+        isinstance(getattr(type(value), name, None), _IN_C)
+        for name in ("__iter__", "__len__", *names)
+    ):
+        return False
+    return len(value) <= _MOST_MEMBERS
 
 
 def alternatives(node: ast.expr) -> Iterator[ast.expr]:
