@@ -25,7 +25,7 @@ from ..calls import Call
 from ..entries import GeneratorUse, SharedChange
 from .evaluation.expressions import Frame
 from .evaluation.members import UNKNOWN
-from .still_code import StillFrame
+from .evaluation.still_frames import StillFrame
 from .syntax.accesses import Access, calls_of
 from .values import SharedValue, shared_change
 

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from ..calls import Call
 from .evaluation.expressions import Frame
-from .evaluation.members import UNKNOWN, attribute_in
+from .evaluation.members import attribute_in
 from .evaluation.sizes import Sizes
+from .evaluation.still_frames import Given, StillFrame
 from .known_values import KnownValues
 from .open_questions import any_open
-from .still_code import StillFrame, frames_of
+from .still_code import frames_of
 from .syntax.accesses import (
     Access,
     accesses_of,
@@ -228,11 +229,14 @@ def _hop_before(offset: int, hops: Mapping[int, int]) -> int:
     return hops[max(known for known in hops if known < offset)]
 
 
+_NOTHING = Given()
+
+
 class _MissedCalls:
     """Find the code behind accesses that did not run; for each hop once."""
 
     def __init__(self) -> None:
-        self._seen = set[tuple[int, int, int, int, bool]]()
+        self._seen = set[tuple[Any, ...]]()
         self._kept: list[Any] = []  # so that no other object gets the id of one
 
     def behind(
@@ -252,43 +256,38 @@ class _MissedCalls:
                 yield from self.of(function, hop, given, by_size=by_size)
 
     def of(
-        self, function: Any, hop: int, given: Any = None, *, by_size: bool = False
+        self, function: Any, hop: int, given: Given = _NOTHING, *, by_size: bool = False
     ) -> Iterator[StillFrame]:
         """Yield the frames of one function, if they are not known.
 
         Args:
             function: the function, or another object.
             hop: the hop that it would run on.
-            given: its first argument.
+            given: its arguments.
             by_size: whether only a micro-batch of another size calls it.
         """
         own = id(getattr(function, "__func__", function)), id(getattr(function, "__self__", None))
-        key = *own, id(given), hop, by_size
+        key = *own, given.by_identity(), hop, by_size
         if callable(function) and key not in self._seen:
             self._seen.add(key)
             self._kept += [function, given]
             yield from frames_of(function, given)
 
 
-def _called(access: Access, frame: Frame) -> tuple[Any, Any]:
-    """Return what an access calls, and its first argument, as far as they are known."""
+def _called(access: Access, frame: Frame) -> tuple[Any, Given]:
+    """Return what an access calls, and what that is given, as far as they are known."""
     node = access.node
     if isinstance(node, ast.Call):
-        function = frame.bound(node.func)
-        given = getattr(function, "__self__", None)
-        if given is None and node.args and not isinstance(node.args[0], ast.Starred):
-            given = frame.evaluated(node.args[0])
-            return function, None if given is UNKNOWN else given
-        return function, None
+        return frame.bound(node.func), Given.by(node, frame)
     if isinstance(node, ast.Attribute):
         owner = frame.evaluated(node.value)
         found = attribute_in(owner, node.attr)
         if isinstance(found, property):
-            return found.fset if access.writes else found.fget, owner
+            return found.fset if access.writes else found.fget, Given((owner,))
         bound = frame.bound(node)  # ``(self.a if … else self.b)(x)``
         if isinstance(bound, types.MethodType):
-            return bound, owner
-    return None, None
+            return bound, _NOTHING
+    return None, _NOTHING
 
 
 def _has_data(node: ast.AST, frame: Frame) -> bool:

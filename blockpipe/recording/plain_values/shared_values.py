@@ -42,6 +42,7 @@ from .evaluation.index_uses import IndexUses
 from .evaluation.members import ALL, TRAINS, UNKNOWN, WHOLE, Names, owners_of, whose
 from .evaluation.registered import places_of
 from .evaluation.sizes import Sizes
+from .evaluation.still_frames import StillFrame
 from .known_values import OF_CHECKPOINT, KnownValues
 from .lost_updates import read_how
 from .missed_branches import MissedBranches
@@ -65,7 +66,7 @@ from .places import (
     space_of,
     used_by,
 )
-from .still_code import StillFrame, frames_of, functions_by_code, hands_on, read_of_unknown
+from .still_code import frames_of, functions_by_code, hands_on, read_of_unknown
 from .syntax.accesses import Access, accesses_of, is_by_chance, may_set, may_write
 from .syntax.effects import arguments_of, changes_given
 from .syntax.uses import Use

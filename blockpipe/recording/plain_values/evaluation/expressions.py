@@ -75,7 +75,8 @@ class Frame:
         returned: tuple[types.CodeType, Any] | None,
     ) -> None:
         self.code, self.line = frame.f_code, f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        self.frame, self._functions, self._returned = frame, functions, returned
+        self.frame: Any = frame  # or a still one
+        self._functions, self._returned = functions, returned
         self.kept: list[Any] = []
         self._values: dict[ast.expr, Any] = {}  # nothing runs meanwhile
         self.is_running = isinstance(frame, types.FrameType)
@@ -107,12 +108,16 @@ class Frame:
             case ast.Attribute():
                 found = attribute_in(self.evaluated(node.value), node.attr)
                 if isinstance(found, property):
-                    return self._given(found.fget)
+                    return self._of_property(found, node)
                 return UNKNOWN if is_descriptor(found) else found
             case ast.Subscript():
                 found = member_of(self.evaluated(node.value), self.key(node.slice))
                 if found is not UNKNOWN:
                     return found
+                if not self.is_running and not isinstance(node.slice, ast.Slice):
+                    found = self.frame.entry_of(*map(self.evaluated, (node.value, node.slice)))
+                    if found is not UNKNOWN:
+                        return found
             case ast.NamedExpr():
                 if (found := self.evaluated(node.target)) is not UNKNOWN:
                     return found  # it is set already
@@ -197,7 +202,14 @@ class Frame:
         find = FOUND_BY.get(function) if is_method else None
         if find is not None and isinstance(node.func, ast.Attribute):
             return find(*map(self.evaluated, (node.func.value, *node.args)))
+        if not self.is_running:
+            return self.frame.given_by(self.bound(node.func), node, self)
         return self._given(function)
+
+    def _of_property(self, found: property, node: ast.Attribute) -> Any:
+        if self.is_running:
+            return self._given(found.fget)
+        return self.frame.of_property(found, self.evaluated(node.value))
 
     def given_by(self, node: ast.expr) -> Any:
         """Return what a call gives that is about to run: of what is there already, or of what a

@@ -234,6 +234,28 @@ def sources_of(code: types.CodeType, name: str) -> list[ast.expr]:
     return [value for known, value in nodes.sources if known == name and value.lineno in lines]
 
 
+@functools.lru_cache(1_000)
+def returned_by(code: types.CodeType) -> Sequence[ast.expr]:
+    """Return the expressions that a function returns; none, if it may return something else."""
+    nodes, found = nodes_of(code), dict[int, ast.expr]()
+    instructions = [*dis.get_instructions(code)]
+    for before, instruction in itertools.pairwise(instructions):
+        if instruction.opname.startswith("RETURN"):
+            # A lambda's return is where the function begins.
+            at = before if code.co_name == "<lambda>" else instruction
+            ends = [node for node, outer in nodes.of(at) if _is_returned(node, outer)]
+            if not ends:
+                return []
+            found[id(ends[0])] = ends[0]
+    return [*found.values()]
+
+
+def _is_returned(node: ast.expr, outer: tuple[ast.AST, ...]) -> bool:
+    around = outer[0] if outer else None
+    is_body = isinstance(around, ast.Lambda) and around.body is node
+    return is_body or isinstance(around, ast.Return)
+
+
 def is_by_chance(value: ast.expr, code: types.CodeType) -> bool:
     """Return whether an expression in a function's code has another value in each forward, as a
     random number has, or the index of the micro-batch."""

@@ -16,9 +16,9 @@ from ...calls import Call
 from ...entries import TensorInfo
 from ..evaluation.expressions import Frame
 from ..evaluation.members import ALL, UNKNOWN
+from ..evaluation.still_frames import StillFrame
 from ..known_values import KnownValues
 from ..places import has_tensors, space_of
-from ..still_code import StillFrame
 from ..syntax.accesses import Access, accesses_of
 from ..syntax.uses import Use
 from ..values import hops_of
