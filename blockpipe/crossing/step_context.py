@@ -274,6 +274,10 @@ class StepContext:
             home = ParameterHome(tensor, hop, stage, "<unregistered>", is_adopted=True)
             return self._adopted.setdefault(id(tensor), home)
 
+    def adopted(self) -> list[ParameterHome]:
+        """Return the leaves that were adopted, with the first hop that read each."""
+        return [*self._adopted.values()]
+
     def home_of(self, tensor: Tensor) -> ParameterHome | None:
         """Return where a parameter or buffer lives; ``None`` for any other tensor."""
         return self.homes.get(id(tensor)) or self._adopted.get(id(tensor))

@@ -15,6 +15,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..._common.libraries import is_users
@@ -22,6 +23,7 @@ from ..._common.modules import StandIn, named_slots
 from ..._torch.graph import custom_backward_of, gradient_hooks, stepping_hooks
 from ..._torch.modules import (
     backward_hooks_of,
+    buffers_of,
     children_of,
     forward_hooks_of,
     forward_pre_hooks_of,
@@ -75,14 +77,19 @@ def hooks_in(model: nn.Module) -> list[Hook]:
         ),
         *(
             Hook(hook, given, name)
-            for name, parameter in named_slots(model, parameters_of)
-            for hooks, given in (
-                (gradient_hooks(parameter), None),
-                (stepping_hooks(parameter), parameter),
-            )
-            for hook in (hooks or {}).values()
+            for slots in (parameters_of, buffers_of)
+            for name, leaf in named_slots(model, slots)
+            if leaf is not None
+            for hook, given in hooks_of(leaf)
         ),
     ]
+
+
+def hooks_of(leaf: Tensor) -> Iterator[tuple[Callable[..., Any], Tensor | None]]:
+    """Yield the hooks of a leaf that a backward calls, each with its first argument: the leaf, or
+    ``None`` for a gradient."""
+    yield from ((hook, None) for hook in (gradient_hooks(leaf) or {}).values())
+    yield from ((hook, leaf) for hook in (stepping_hooks(leaf) or {}).values())
 
 
 def read_of_unknown(access: Access, frame: Frame, is_lasting: Callable[[Any], bool]) -> str | None:
@@ -207,6 +214,10 @@ def _behind(called: Any, given: Given) -> Iterator[_Call]:
         if isinstance(called, nn.Module):
             hooks = forward_pre_hooks_of(called), forward_hooks_of(called)
             yield from ((hook, Given((called,))) for of in hooks for hook in of.values())
+            hooks_later = ((hook, called) for hook in backward_hooks_of(called))
+            leaves = [leaf for leaf in parameters_of(called).values() if leaf is not None]
+            for hook, of in (*hooks_later, *itertools.chain.from_iterable(map(hooks_of, leaves))):
+                yield hook, Given() if of is None else Given((of,))
             if not is_users(type(called).__module__):  # a library's code calls what is inside
                 yield from ((child, Given()) for child in children_of(called).values())
     elif isinstance(called, staticmethod):
@@ -243,6 +254,7 @@ def _called_by(still: StillFrame) -> Iterator[_Call]:
         given = Given.by(call, frame)
         yield from ((function, given) for function in _chosen_by(call.func, frame))
         yield from _handed_on_by(call, frame)
+        yield from _applied_by(call, given, frame)
     for access in itertools.chain.from_iterable(accesses_of(still.f_code).values()):
         if isinstance(node := access.node, ast.Attribute):
             owner = or_unknown(frame.evaluated, node.value)
@@ -263,6 +275,19 @@ def _called_by(still: StillFrame) -> Iterator[_Call]:
         if value is UNKNOWN and isinstance(context, ast.Call):
             made = or_unknown(frame.evaluated, context.func)
             yield from ((method, Given((_MADE,))) for method in called_by_with(made))
+
+
+def _applied_by(call: ast.Call, given: Given, frame: Frame) -> Iterator[_Call]:
+    """Yield the methods of a custom function that a call applies, with its context."""
+    function = call.func
+    if not isinstance(function, ast.Attribute) or function.attr != "apply":
+        return
+    kind = or_unknown(frame.evaluated, function.value)
+    if isinstance(kind, type) and issubclass(kind, torch.autograd.Function):
+        context = frame.frame.results.context_of(kind, given)
+        has_context = kind.setup_context is torch.autograd.Function.setup_context
+        yield kind.forward, given.behind(context) if has_context else given
+        yield from ((method, Given((context,))) for method in (kind.backward, kind.vjp))
 
 
 def _handed_on_by(call: ast.Call, frame: Frame) -> Iterator[_Call]:

@@ -34,12 +34,12 @@ from ..._torch.graph import (
     sequence_number,
 )
 from ...crossing.interception import active_mode
-from ...crossing.tags import TAG, UNCUT, GraphEntry
+from ...crossing.tags import TAG, UNCUT, GraphEntry, ParameterHome
 from ...crossing.torch_patches import Replacement
 from ...errors import CrossingError
 from ..entries import SharedChange
 from ..outside.code_beside import CodeBeside
-from ..plain_values.still_code import frames_of
+from ..plain_values.still_code import Hook, frames_of, hooks_of
 from ..reads import mentioned
 from ..recording import Recording
 
@@ -230,6 +230,41 @@ class BackwardCode:
         """Release the graph that the functions' contexts are in."""
         self.called.clear()
         self._made_apart.clear()
+
+
+def called_by_hooks(
+    hooks: Iterable[Hook], result: Recording, adopted: Iterable[ParameterHome]
+) -> Iterator[CalledInBackward]:
+    """Yield the hooks of modules and leaves for each hop in whose backward they are called. Those
+    of a leaf are called on the first hop that reads it.
+
+    Args:
+        hooks: those of modules, parameters and buffers.
+        result: the recording, with its calls, parameters and buffers.
+        adopted: the leaves that no module has.
+    """
+    hops = {
+        name: {held.hop}
+        for held in (*result.parameters, *result.buffers)
+        if held.hop is not None
+        for name in held.names
+    }
+    for call in result.calls:
+        if not call.is_function:  # where its backward ends; one without operations has hooks, too
+            hop = call.began_on if call.hop is None else call.hop
+            hops.setdefault(call.path, set()).add(hop)
+    seen = set[tuple[int, ...]]()  # one function may be the hook of all parameters
+    for hook in hooks:
+        behind = getattr(hook.function, "__func__", hook.function)
+        owner = getattr(hook.function, "__self__", None)
+        for hop in sorted(hops.get(hook.name, ())):
+            key = id(behind), id(owner), id(hook.given), hop
+            if key not in seen:
+                seen.add(key)
+                yield CalledInBackward(hook.function, hook.given, hop)
+    for home in adopted:
+        for function, given in hooks_of(home.tensor):
+            yield CalledInBackward(function, given, home.hop)
 
 
 def _methods_of(classes: Iterable[type]) -> dict[str, list[types.CodeType]]:

@@ -34,7 +34,7 @@ from ..outside.outside_state import OutsideState
 from ..plain_values.evaluation.index_uses import IndexUses
 from ..plain_values.kinds import traced_on, turning_values
 from ..plain_values.shared_values import SharedValues
-from ..plain_values.still_code import Hook, hooks_in, may_set_by
+from ..plain_values.still_code import hooks_in, may_set_by
 from ..plain_values.taken_in import made_in, made_since
 from ..plain_values.tensors.tensor_uses import ForwardsTensors
 from ..plain_values.values import back
@@ -44,7 +44,7 @@ from ..recording import Recording
 from ..sample import RecordRequest
 from ..sealing import LEAVES, MAY_READ, calls_that_leave_tensors, conclude
 from ..shared_changes import SharedChanges
-from .backward_code import CalledInBackward, NodeHooksSeen, check_several, tensors_bound_to
+from .backward_code import NodeHooksSeen, called_by_hooks, check_several, tensors_bound_to
 from .costs import note_split_backwards, roots_of
 from .held import held_tensors, hops_reading
 from .late.lasting_memory import LastingMemory
@@ -244,7 +244,8 @@ def _note_code_beside(request: RecordRequest, recorder: Recorder, values: Shared
         hooks = {(id(one.function), one.name): one for one in request.hooks}
         for added in hooks_in(request.model):  # by the forward
             hooks.setdefault((id(added.function), added.name), added)
-        called = [*_called_on(hooks.values(), recorder), *recorder.backward_code.called]
+        found = called_by_hooks(hooks.values(), recorder.result, recorder.step.adopted())
+        called = [*found, *recorder.backward_code.called]
         recorder.result.code_in_backward = {one.hop for one in called}
         if request.cut:
             check_several((one.function, one.hop) for one in called)
@@ -298,29 +299,6 @@ def _note_late(recorder: Recorder, values: SharedValues) -> None:
             late.reads.in_code(tensor, hop, where)
     recorder.result.late_backwards = list(late.found())
     recorder.result.late_if_packed = list(late.found_if_packed())
-
-
-def _called_on(hooks: Iterable[Hook], recorder: Recorder) -> Iterator[CalledInBackward]:
-    """Yield the hooks of modules and parameters for each hop in whose backward they are called.
-    Those of a parameter are called on the first hop that reads it."""
-    hops = {
-        name: {held.hop}
-        for held in recorder.result.parameters
-        if held.hop is not None
-        for name in held.names
-    }
-    for call in recorder.result.calls:
-        if not call.is_function and call.hop is not None:
-            hops.setdefault(call.path, set()).add(call.hop)  # where its backward ends
-    seen = set[tuple[int, ...]]()  # one function may be the hook of all parameters
-    for hook in hooks:
-        behind = getattr(hook.function, "__func__", hook.function)
-        owner = getattr(hook.function, "__self__", None)
-        for hop in sorted(hops.get(hook.name, ())):
-            key = id(behind), id(owner), id(hook.given), hop
-            if key not in seen:
-                seen.add(key)
-                yield CalledInBackward(hook.function, hook.given, hop)
 
 
 def _draws(model: nn.Module, recorder: Recorder, values: SharedValues) -> Iterable[SharedChange]:

@@ -397,13 +397,19 @@ def bound_by(target: ast.expr, member: Any) -> Iterator[tuple[str, Any]]:
         target: the target.
         member: what the loop gives in that turn.
     """
-    if isinstance(target, ast.Name):
-        yield target.id, member
-    elif isinstance(target, ast.Starred):
-        yield from bound_by(target.value, member)
+    found = set_by_turn(target, member)
+    yield from ((one.id, value) for one, value in found if isinstance(one, ast.Name))
+
+
+def set_by_turn(target: ast.expr, member: Any) -> Iterator[tuple[ast.expr, Any]]:
+    """Yield the same with the expressions that are set: names, attributes and entries."""
+    if isinstance(target, ast.Starred):
+        yield from set_by_turn(target.value, member)
     elif isinstance(target, ast.Tuple | ast.List):
         for inner, value in zip(target.elts, _unpacked(target.elts, member), strict=True):
-            yield from bound_by(inner, value)
+            yield from set_by_turn(inner, value)
+    else:
+        yield target, member
 
 
 def _unpacked(targets: list[ast.expr], member: Any) -> list[Any]:

@@ -14,11 +14,12 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...._common.libraries import is_users
 from ..syntax.accesses import accesses_of, assignments_of, loops_of, returned_by, sources_of
-from .expressions import Frame, bound_by, members_of
+from .expressions import Frame, bound_by, members_of, set_by_turn
 from .members import UNKNOWN
 
 _MOST_TURNS = 32  # of one loop: a guess
@@ -275,16 +276,43 @@ class Results:
         if hasattr(kind, "__dataclass_fields__") and not accesses_of(init.__code__):
             space.update(given.by_name(init))
             return made
-        still = given.behind(made).to(init, self, is_first=False)
-        frame = Frame(still, {}, None)  # type: ignore[arg-type]
-        for accesses in accesses_of(init.__code__).values():
-            for access in accesses:
-                match access.node:
-                    case ast.Attribute(value=ast.Name(), attr=name) if access.writes:
-                        is_own = or_unknown(frame.evaluated, access.node.value) is made
-                        if is_own and access.assigned is not None:
-                            space[name] = or_unknown(frame.bound, access.assigned)
+        self._fill(space, made, given.behind(made).to(init, self, is_first=False))
         return made
+
+    def context_of(self, kind: Any, given: Given) -> Any:
+        """Return an object with what the forward of a custom function sets in its context.
+
+        Args:
+            kind: the custom function.
+            given: what it is applied to.
+        """
+        key = id(kind), "context", given.by_identity()
+        if key not in self._known:
+            context = types.SimpleNamespace()
+            self._known[key] = context, given
+            sets_up = kind.setup_context is not torch.autograd.Function.setup_context
+            method = kind.setup_context if sets_up else kind.forward
+            known = Given((context, given.first)) if sets_up else given.behind(context)
+            self._fill(vars(context), context, known.to(method, self, is_first=False))
+        return self._known[key][0]
+
+    @staticmethod
+    def _fill(space: dict[str, Any], made: Any, still: StillFrame) -> None:
+        """Set what a function sets as attributes of an object."""
+        frame = Frame(still, {}, None)  # type: ignore[arg-type]
+        found = list[tuple[ast.expr, Any]]()
+        for accesses in accesses_of(still.f_code).values():
+            for access in accesses:
+                if access.writes and access.assigned is not None:
+                    found.append((access.node, or_unknown(frame.bound, access.assigned)))
+        for target, over in loops_of(still.f_code):
+            members = or_unknown(functools.partial(members_of, frame), over)
+            for member in [] if members is UNKNOWN else some_of(members)[:1]:
+                found += set_by_turn(target, member)
+        for node, value in found:
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                is_own = or_unknown(frame.evaluated, node.value) is made
+                space |= {node.attr: value} if is_own else {}
 
 
 def _spread(nodes: list[ast.expr], frame: Frame) -> Iterator[Any]:

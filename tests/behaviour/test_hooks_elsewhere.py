@@ -1,0 +1,154 @@
+"""Hooks of modules without an operation, of leaves that no module has, and of what a loss uses."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import blockpipe as bp
+from blockpipe.errors import StateError
+
+from ..parity import assert_same_gradients, plain_step
+from ..stage_devices import assert_close, stages
+
+
+class Counts(nn.Module):
+    """The first stage counts; ``tap`` and ``leaf`` are on the second one."""
+
+    def __init__(self, tap: nn.Module | None = None, *, counts: bool = True) -> None:
+        super().__init__()
+        self.a, self.b, self.tap = nn.Linear(4, 4), nn.Linear(4, 4), tap or nn.Tanh()
+        self.n, self.counts = 1, counts
+        self.held: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = torch.sigmoid(self.a(x))
+            if self.counts:
+                self.n = self.n % 7 + 1
+        with bp.Block(stage=1):
+            out: Tensor = self.tap(self.b(h))
+            for leaf in self.held.values():
+                out = out * leaf
+            return out
+
+
+def _step(net: nn.Module, loss: Callable[..., Tensor] = mse_loss) -> Tensor:
+    with bp.Pipeline(net, devices=stages(2), chunks=4, schedule="gpipe") as pipe:
+        x, y = torch.randn(8, 4), torch.randn(8, 4)
+        found: Tensor = pipe.forward_backward(x, target=y, loss_fn=loss).loss
+        return found
+
+
+TAPS: list[Callable[[], nn.Module]] = [nn.Identity, nn.Sequential, lambda: nn.Dropout(0.0)]
+
+
+@pytest.mark.parametrize("is_before", [False, True])
+@pytest.mark.parametrize("tap", TAPS)
+def test_a_backward_hook_of_a_module_without_an_operation_is_looked_at(
+    tap: Callable[[], nn.Module], is_before: bool
+) -> None:
+    """Nobody knew in which backward it is called: other gradients, without a word."""
+    net = Counts(tap())
+    if is_before:
+        net.tap.register_full_backward_pre_hook(lambda m, go: (go[0] * net.n,))
+    else:
+        net.tap.register_full_backward_hook(lambda m, gi, go: (gi[0] * net.n,))
+    with pytest.raises(StateError, match="attribute 'n' of the model.*in a backward"):
+        _step(net)
+
+
+@pytest.mark.parametrize("tap", TAPS)
+def test_a_backward_hook_without_state_runs_there(tap: Callable[[], nn.Module]) -> None:
+    """It is no reason to refuse the module."""
+    net = Counts(tap(), counts=False)
+    net.tap.register_full_backward_hook(lambda m, gi, go: (gi[0] * net.n,))
+    plain = Counts(tap(), counts=False)
+    plain.load_state_dict(net.state_dict())
+    plain.tap.register_full_backward_hook(lambda m, gi, go: (gi[0] * plain.n,))
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    with bp.Pipeline(net, devices=stages(2), chunks=4) as pipe:
+        loss = pipe.forward_backward(x, target=y, loss_fn=mse_loss).loss
+    assert_close(loss, plain_step(plain, (x,), {}, y, mse_loss, 4))
+    assert_same_gradients(net, plain)
+
+
+@pytest.mark.parametrize("how", ["parameter", "leaf", "buffer"])
+def test_a_hook_of_a_leaf_that_is_no_parameter_is_looked_at(how: str) -> None:
+    """Hooks were found on registered parameters only."""
+    net = Counts()
+    leaf = torch.ones(4, requires_grad=True, device=stages(2)[1])
+    if how == "parameter":
+        leaf = nn.Parameter(leaf.detach())
+    if how == "buffer":
+        net.register_buffer("leaf", leaf)
+    net.held["leaf"] = leaf
+    leaf.register_hook(lambda gradient: gradient * net.n)
+    with pytest.raises(StateError, match="attribute 'n' of the model.*in a backward"):
+        _step(net)
+
+
+class Doubled(torch.autograd.Function):
+    """Its backward reads the model that its context has."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, model: Counts) -> Tensor:  # type: ignore[override]
+        ctx.model = model
+        return output * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient * ctx.model.n, None
+
+
+class SetUp(torch.autograd.Function):
+    """The same, with a context that is set up apart."""
+
+    @staticmethod
+    def forward(output: Tensor, model: Counts) -> Tensor:  # type: ignore[override]
+        return output * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, ctx.model = inputs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient * ctx.model.n, None
+
+
+class Weighted(nn.Module):
+    """A loss with a layer and a weight that have hooks."""
+
+    def __init__(self, net: Counts, *, of_weight: bool) -> None:
+        super().__init__()
+        self.layer, self.weight = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+        if of_weight:
+            self.weight.register_hook(lambda gradient: gradient * net.n)
+        else:
+            self.layer.register_full_backward_hook(lambda m, gi, go: (gi[0] * net.n,))
+        self.to(stages(2)[1])
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return mse_loss(self.layer(output) * self.weight, target)
+
+
+LOSSES: list[Callable[[Counts], Callable[..., Tensor]]] = [
+    lambda net: Weighted(net, of_weight=True),
+    lambda net: Weighted(net, of_weight=False),
+    lambda net: lambda output, target: mse_loss(Doubled.apply(output, net), target),
+    lambda net: lambda output, target: mse_loss(SetUp.apply(output, net), target),
+]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_what_a_loss_hands_to_autograd_is_looked_at(
+    loss: Callable[[Counts], Callable[..., Tensor]],
+) -> None:
+    """Only the loss itself was."""
+    net = Counts()
+    with pytest.raises(StateError, match="attribute 'n' of the model"):
+        _step(net, loss(net))
