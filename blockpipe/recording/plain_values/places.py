@@ -391,7 +391,7 @@ def used_by(access: Access, value: Any, owner: Any, frame: Frame) -> Iterator[tu
 
 def has_tensors(value: Any) -> bool:
     """Return whether a value carries tensors: they say themselves which micro-batch they are of."""
-    return any(True for _ in _tensors_in(value))
+    return any(True for _ in tensors_in(value))
 
 
 def makers_of(value: Any, *, constants: bool) -> set[int] | None:
@@ -402,13 +402,14 @@ def makers_of(value: Any, *, constants: bool) -> set[int] | None:
         value: the value.
         constants: whether tables count that were computed from nothing of the micro-batch's.
     """
-    found = [(tensor, getattr(tensor, TAG, None)) for tensor in _tensors_in(value)]
+    found = [(tensor, getattr(tensor, TAG, None)) for tensor in tensors_in(value)]
     if not found or any(tag is None for _, tag in found):
         return None
     newest = [latest(tensor, tag) for tensor, tag in found if tag is not None]
     return {tag.stage for tensor, tag in newest if constants or not tag.is_constant(tensor)}
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors that a value carries, also as attributes."""
     inside = getattr(value, "__dict__", None)
     return tensors([value, *inside.values()] if isinstance(inside, dict) else value)

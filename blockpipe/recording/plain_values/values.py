@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ...crossing.tags import TAG, Tag
 from ..calls import Call
 from ..entries import SharedChange
-from .evaluation.members import BY_NAME, UNKNOWN, member_of
+from .evaluation.members import ALL, BY_NAME, UNKNOWN, member_of
+from .places import tensors_in
 
 _MOST_MEMBERS = 256  # of a container; larger ones are compared by identity
 _Place = tuple[int, Any]  # an object by its id, and a name or key in it
@@ -147,6 +149,31 @@ def read_inside(values: Mapping[_Place, SharedValue]) -> Iterator[tuple[_Place, 
         for where, value in values.items():
             if id(value.owner) in held and value.set_on and isinstance(value.owner, _CONTAINERS):
                 yield where, value.joined(read)
+
+
+def note_kept(values: Iterable[SharedValue], held: Iterable[tuple[Any, int]]) -> None:
+    """Note where a tensor that one hop leaves at a place is kept by another one that reads the
+    place, by whatever way it came there: in a list of its own, or in a hook.
+
+    Args:
+        values: all values that are known.
+        held: what code holds that autograd calls, and the hop in whose backward that is.
+    """
+    known = [(v, {*_made_in(member_of(v.owner, v.key))}) for v in values if v.set_on]
+    keepers = [(v, {*_made_in(v.owner)} if v.key is ALL else made, v.set_on) for v, made in known]
+    hooks = [(None, {*_made_in(one)}, {hop}) for one, hop in held]
+    for value, made in known:
+        for keeper, found, hops in (*keepers, *hooks):
+            if keeper is not value and not made.isdisjoint(found):
+                value.stored_on |= hops & value.read_on
+
+
+def _made_in(value: Any) -> Iterator[int]:
+    """Yield the ids of the tensors of one micro-batch that a value carries."""
+    for tensor in tensors_in(value):
+        tag: Tag | None = getattr(tensor, TAG, None)
+        if tag is not None and not tag.is_constant(tensor):
+            yield id(tensor)
 
 
 @contextmanager

@@ -39,6 +39,7 @@ from ...crossing.torch_patches import Replacement
 from ...errors import CrossingError
 from ..entries import SharedChange
 from ..outside.code_beside import CodeBeside
+from ..plain_values.evaluation.members import member_of
 from ..plain_values.still_code import Hook, frames_of, hooks_of
 from ..reads import mentioned
 from ..recording import Recording
@@ -222,6 +223,13 @@ class BackwardCode:
                     seen = "reads it in a backward"
                     yield SharedChange(changed[name], seen, [hop], where, _BETWEEN, settles=True)
 
+    def held(self) -> Iterator[tuple[Any, int]]:
+        """Yield what hooks hold, as far as it is theirs alone: what is bound to them, and variables
+        around them; each with the hop in whose backward they are called."""
+        for function, given, hop in self.called:
+            if not isinstance(given, Node):
+                yield from ((one, hop) for one in _held_by(function))
+
     def computes(self, function: Callable[..., Any], hop: int) -> None:
         """Note the function by which an operator of the user's computes on a hop."""
         self.operators[id(function), hop] = function, hop
@@ -230,6 +238,16 @@ class BackwardCode:
         """Release the graph that the functions' contexts are in."""
         self.called.clear()
         self._made_apart.clear()
+
+
+def _held_by(function: Callable[..., Any]) -> Iterator[Any]:
+    if isinstance(function, functools.partial):
+        yield from (function.args, function.keywords)
+    cells: Iterable[types.CellType] = getattr(function, "__closure__", None) or ()
+    yield from (member_of(cell, "") for cell in cells)
+    yield from (getattr(function, "__defaults__", None), getattr(function, "__self__", None))
+    if not isinstance(function, types.FunctionType | types.MethodType):
+        yield function
 
 
 def called_by_hooks(

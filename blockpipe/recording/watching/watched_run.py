@@ -37,7 +37,7 @@ from ..plain_values.shared_values import SharedValues
 from ..plain_values.still_code import hooks_in, may_set_by
 from ..plain_values.taken_in import made_in, made_since
 from ..plain_values.tensors.tensor_uses import ForwardsTensors
-from ..plain_values.values import back
+from ..plain_values.values import back, note_kept
 from ..plan_resolution import Stages
 from ..reads import NamesRead
 from ..recording import Recording
@@ -324,6 +324,7 @@ def _note_state(
     for change in recorder.outside.changed():
         values.known.changed(*change)
         result.changes_unseen |= not values.traces
+    note_kept([value for value, _, _ in known.each()], recorder.backward_code.held())
     result.shared_changes = [
         *recorder.changes.found(result, recorder.held, reads, read_on),
         *recorder.outside.found(result, reads, read_on, partial(traced_on, known)),
