@@ -2,10 +2,9 @@
 
 Examples are a number on an object that modules of two stages hold, a global, or an entry of a
 dictionary. A tensor carries a tag that says which micro-batch made it. A number carries none, and
-objects do not report reads, so the recording has to trace them: while the forward runs, Python
-calls a trace function at each instruction of the user's code, and the source says which value that
-instruction reads or sets. Only plain values that outlive the forward count, because tensors are
-checked when they are read.
+objects do not report reads, so the recording traces them: while the forward runs, Python calls a
+trace function at each instruction of the user's code, and the source says which value it reads or
+sets. Only plain values that outlive the forward count: tensors are checked when they are read.
 """
 
 from __future__ import annotations
@@ -268,7 +267,7 @@ class SharedValues:
             return  # of a function that is not running: it sets an entry by an argument
         self._cached += frame.kept
         self._lasting.update(map(id, frame.kept))
-        owner = whose(self._objects.get(id(owner), owner))  # whose attributes these are
+        owner = whose(owner, self._objects, self._lasting)
         if is_by_microbatch(owner) or is_by_microbatch(value):
             return
         if owner is not None and self._is_lasting(owner):
@@ -282,7 +281,7 @@ class SharedValues:
         elif access.writes and isinstance(key, str):
             self.known.set_in_new.add(key)
         if access.reads and access.use is not Use.NONE and self._is_content(value, access, owner):
-            self._uses(access, whose(self._objects.get(id(value), value)), frame, hop)
+            self._uses(access, whose(value, self._objects, self._lasting), frame, hop)
             if advances(value):  # in a recording it is a copy of the user's
                 self.known.at(value, ALL).held_by = owner, key
         if access.reads and not access.is_said:
@@ -316,7 +315,7 @@ class SharedValues:
         self._cached += frame.kept
         self._lasting.update(map(id, frame.kept))
         if access.use is not Use.NONE and self._is_content(value, access, None):
-            self._uses(access, whose(self._objects.get(id(value), value)), frame, hop)
+            self._uses(access, whose(value, self._objects, self._lasting), frame, hop)
         if not access.is_said:
             self._note_inside(access, value, None, frame, hop)
 
@@ -328,8 +327,8 @@ class SharedValues:
     def _asks_class(self, access: Access, frame: Frame, owner: Any, value: Any, hop: int) -> None:
         """Note a read of what an object's class gives it, such as a property, or of the class."""
         found = [(value, "__class__")] if self._replaces_all and access.reads else []
-        if owner is None and isinstance(access.node, ast.Attribute):
-            found.append((frame.evaluated(access.node.value), access.node.attr))
+        if owner is None and isinstance(node := access.node, ast.Attribute):
+            found.append((frame.evaluated(node.value), node.attr))
         for asked, name in found:
             if id(asked) in self._lasting and not is_content(asked):
                 for holder in owners_of(asked, name):
@@ -378,7 +377,7 @@ class SharedValues:
             return owner is not None and self._is_lasting(owner)
         is_known, is_space = id(value) in self._lasting, id(value) in self._objects
         may_change = (is_known or self._taken_in.may_take(value)) and is_content(value)
-        if is_space or may_change or whose(value) is not value:
+        if is_space or may_change or whose(value, {}, ()) is not value:
             return True
         return is_known and is_used_whole(value, access, is_still=self._still is not None)
 

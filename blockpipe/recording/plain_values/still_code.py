@@ -120,13 +120,23 @@ def read_of_unknown(access: Access, frame: Frame, is_lasting: Callable[[Any], bo
 
 def hands_on(owner: Any, key: Any) -> bool:
     """Return whether an object has no such attribute, and its class may find it elsewhere, as a
-    wrapper does that hands reads on to what it is around."""
+    wrapper does that hands reads on to what it is around; of a class, whether its objects may have
+    the attributes of another object."""
+    if isinstance(owner, type):
+        return _shares_attributes(owner)
     kinds = (kind for kind in type(owner).__mro__ if kind is not nn.Module)
     return (
         isinstance(key, str)
         and any("__getattr__" in vars(kind) for kind in kinds)
         and member_of(owner, key) is UNKNOWN
     )
+
+
+@functools.lru_cache(1_000)
+def _shares_attributes(kind: type) -> bool:
+    methods = (m for base in kind.__mro__ if is_users(base.__module__) for m in vars(base).values())
+    codes = (m.__code__ for m in methods if isinstance(m, types.FunctionType))
+    return any("__dict__" in code.co_names for code in codes)
 
 
 def functions_by_code(objects: Iterable[Any]) -> dict[int, list[types.FunctionType]]:

@@ -8,7 +8,7 @@ import functools
 import sys
 import types
 from collections import deque, namedtuple
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -74,15 +74,25 @@ class ClassNames(dict[str, Any]):
         self.kind = kind
 
 
-def whose(space: Any) -> Any:
-    """Return a class, or the variables of a module, for the dictionary that its attributes are in;
-    anything else as it is."""
-    if isinstance(space, ClassNames):
-        return space.kind
-    if type(space) is dict:
-        module = sys.modules.get(space.get("__name__", ""))
-        return Names(space) if module is not None and vars(module) is space else space
-    return space
+def whose(value: Any, objects: Mapping[int, Any], lasting: Container[int]) -> Any:
+    """Return whose attributes a value is or has: a class, the variables of a module, or an object,
+    for the dictionary that its attributes are in. Of several objects with one ``__dict__`` it is
+    always the same one; anything else comes back as it is.
+
+    Args:
+        value: the dictionary, or an object.
+        objects: objects by the ids of such dictionaries.
+        lasting: the ids of what outlives the forward.
+    """
+    value = objects.get(id(value), value)
+    if isinstance(value, ClassNames):
+        return value.kind
+    if type(value) is dict:
+        module = sys.modules.get(value.get("__name__", ""))
+        return Names(value) if module is not None and vars(module) is value else value
+    space = own_attributes(value)
+    is_anothers = id(space) in lasting and id(value) not in lasting
+    return objects.get(id(space), space if is_anothers else value)
 
 
 def owners_of(owner: Any, key: Any) -> Iterator[Any]:
