@@ -22,6 +22,7 @@ from typing import Any
 
 from torch import Size, Tensor
 
+_DEEP = 32  # containers in each other, from which on it is asked whether one holds itself
 # What is a leaf at first sight: checks against abstract classes are slow, and these are common.
 _PLAIN = frozenset([int, float, bool, str, type(None), complex, bytes])
 
@@ -30,24 +31,35 @@ def _is_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def leaves(value: Any) -> Iterator[Any]:
-    """Yield everything in a nested value that is not a container, in order."""
+def leaves(value: Any, depth: int = 0, around: frozenset[int] = frozenset()) -> Iterator[Any]:
+    """Yield everything in a nested value that is not a container, in order.
+
+    Args:
+        value: the value.
+        depth: the number of containers around it.
+        around: those far from the outermost, by id: one that holds itself ends there.
+    """
     if isinstance(value, Tensor) or type(value) in _PLAIN:
         yield value
-    elif isinstance(value, tuple | list):
+        return
+    if (depth := depth + 1) > _DEEP:
+        if id(value) in around:
+            return
+        around |= {id(value)}
+    if isinstance(value, tuple | list):
         for item in value:
             if isinstance(item, Tensor):  # as nearly always, and on every step's way
                 yield item
             else:
-                yield from leaves(item)
+                yield from leaves(item, depth, around)
     elif type(value) is dict or isinstance(value, Mapping):
         for item in value.values():
-            yield from leaves(item)
+            yield from leaves(item, depth, around)
         for _, item in _beside(value, value):
-            yield from leaves(item)
+            yield from leaves(item, depth, around)
     elif _is_dataclass(value):
         for _, item in _fields_and_beside(value):
-            yield from leaves(item)
+            yield from leaves(item, depth, around)
     else:
         yield value
 

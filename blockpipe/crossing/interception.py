@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.overrides import TorchFunctionMode
 
@@ -116,27 +116,28 @@ def active_mode() -> "CrossingMode | None":
 
 class ForwardMode(TorchFunctionMode):
     """The mode of a forward, which torch's patched functions tell what is called. Here nothing
-    comes of it."""
+    comes of it; a recording writes it down."""
 
     def call_inner(
         self, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Apply a custom autograd function in a sealed call; a recording writes it down."""
+        """Apply a custom autograd function in a sealed call."""
         return apply(*args, **kwargs)
 
     def saw_node_hook(self, hook: Callable[..., Any]) -> None:
-        """Note a hook of a node; a recording writes it down."""
+        """Note a hook of a node."""
+
+    def saw_module_hooks(self, module: nn.Module, hooks: Iterable[Callable[..., Any]]) -> None:
+        """Note the hooks that a backward calls around a module."""
 
     def saw_checkpoint(self, recompute: Callable[..., Any]) -> None:
-        """Note a ``torch.utils.checkpoint`` in the glue, and what torch calls to run its function
-        again; a recording writes it down."""
+        """Note a ``torch.utils.checkpoint`` in the glue, and what runs its function again."""
 
     def saw_setting(self) -> None:
         """Note that a setting of torch or of the process may have changed."""
 
     def saw_generator_set(self, kind: str) -> None:
-        """Note that torch's, Python's or numpy's generator is given a state; a recording writes it
-        down."""
+        """Note that torch's, Python's or numpy's generator is given a state."""
 
 
 class CrossingMode(ForwardMode):

@@ -41,7 +41,6 @@ class Call:
         waits: whether it makes the host wait for a tensor's value.
         constants: the indices of the tensors it returns that every micro-batch may read.
         transforms: whether an operation in it runs in a ``torch.func`` transform.
-        began_on: the hop that was under way when it began.
 
     Example:
         >>> import torch, blockpipe as bp
@@ -81,7 +80,6 @@ class Call:
     waits: bool = False
     constants: set[int] = field(default_factory=set, repr=False)
     transforms: bool = field(default=False, repr=False)
-    began_on: int = field(default=0, repr=False)
 
     @property
     def is_module(self) -> bool:

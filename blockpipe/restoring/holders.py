@@ -263,6 +263,10 @@ class ContentHolder(Holder):
         """Do nothing: there is no iterator in it."""
 
 
+_METHODS = (types.FunctionType, staticmethod, classmethod, property)  # special ones, too
+_LAZY = ("__annotate__", "__annotate_func__")  # Python makes them when they are asked for
+
+
 class ClassHolder(Holder):
     """A class's own attributes. They are set even if its metaclass overrides ``__setattr__``."""
 
@@ -277,7 +281,11 @@ class ClassHolder(Holder):
         return id(self._kind)  # each namespace() is another object
 
     def now(self) -> list[tuple[Any, Any]]:
-        return [(n, value) for n, value in vars(self._kind).items() if not n.startswith("__")]
+        return [
+            (name, value)
+            for name, value in vars(self._kind).items()
+            if not name.startswith("__") or (isinstance(value, _METHODS) and name not in _LAZY)
+        ]
 
     def put(self, key: str, value: Any) -> None:
         if value is _UNSET:

@@ -76,6 +76,29 @@ def test_a_backward_hook_without_state_runs_there(tap: Callable[[], nn.Module]) 
     assert_same_gradients(net, plain)
 
 
+def _makes_one(net: Counts) -> nn.Module:
+    made = nn.Flatten()
+    made.register_full_backward_hook(lambda m, gi, go: (gi[0] * net.n,))
+    return made
+
+
+@pytest.mark.parametrize("how", ["in a list", "made in the forward"])
+def test_a_backward_hook_of_a_module_that_is_not_registered_is_looked_at(how: str) -> None:
+    """As people keep a teacher out of the state dict."""
+
+    class Taps(nn.Module):
+        def forward(self, h: Tensor) -> Tensor:
+            out: Tensor = (kept[0] if kept else _makes_one(net))(h)
+            return out
+
+    kept: list[nn.Module] = []
+    net = Counts(Taps())
+    if how == "in a list":
+        kept.append(_makes_one(net))
+    with pytest.raises(StateError, match="attribute 'n' of the model.*in a backward"):
+        _step(net)
+
+
 @pytest.mark.parametrize("how", ["parameter", "leaf", "buffer"])
 def test_a_hook_of_a_leaf_that_is_no_parameter_is_looked_at(how: str) -> None:
     """Hooks were found on registered parameters only."""

@@ -1,12 +1,14 @@
 """Containers of the user's classes, whose methods have effects: nobody calls them but the user's code."""
 
 import copy
+import weakref
 from collections import OrderedDict, deque
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
 import blockpipe as bp
 
@@ -126,3 +128,30 @@ def test_a_module_that_is_not_made_yet_may_be_in_reach() -> None:
     pipe = bp.Pipeline(net, devices=stages(2), chunks=3)
     loss = pipe.forward_backward(x, loss_fn=square).loss
     assert difference(net, plain, loss, plain_step(plain, (x,), {}, None, square, 3)).same
+
+
+class Leads(nn.Module):
+    """It counts, and has what leads to itself, and a proxy of one of its modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), 0
+        self.node: list[object] = ["root", None]
+        self.node[1] = ["child", self.node]
+        self.again = weakref.proxy(self.b)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+        with bp.Block(stage=1):
+            self.c += 1
+            out: Tensor = self.again(h) * self.c
+            return out
+
+
+def test_a_list_that_leads_to_itself_and_a_proxy_of_a_module_are_fine() -> None:
+    """They were a RecursionError and a TypeError about hashes."""
+    net = Leads()
+    with bp.Pipeline(net, devices=stages(2), chunks=2) as pipe:
+        pipe.forward_backward(torch.randn(4, 4), target=torch.randn(4, 4), loss_fn=mse_loss)
+    assert net.c == 2

@@ -15,7 +15,13 @@ from typing import Any
 from torch import nn
 
 from ..._common.libraries import has_users_code, is_users
-from ..._torch.modules import children_of
+from ..._torch.modules import (
+    backward_hooks_of,
+    children_of,
+    forward_hooks_of,
+    forward_pre_hooks_of,
+    within,
+)
 from ...batches.losses import WeightedLoss
 from ...recording.reads import mentioned
 
@@ -50,7 +56,8 @@ def sort_of(value: Any, depth: int = _DEPTH) -> Any:
         members = [*(value.values() if isinstance(value, dict) else value)]
         return type(value), frozenset(sort_of(one, depth - 1) for one in members)
     if isinstance(value, nn.Module):
-        return type(value), frozenset(_types_inside(value)), *_of_object(value, depth)
+        hooks = frozenset(sort_of(hook, depth - 1) for hook in _hooks_inside(value))
+        return type(value), frozenset(_types_inside(value)), hooks, *_of_object(value, depth)
     if depth and is_users(type(value).__module__):
         return type(value), *_of_object(value, depth)
     return type(value)
@@ -62,6 +69,14 @@ def _types_inside(module: nn.Module) -> Iterator[type]:
         yield type(child)
         if isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             yield from _types_inside(child)
+
+
+def _hooks_inside(module: nn.Module) -> Iterator[Any]:
+    """Yield the hooks of a module and of those in it."""
+    for inner in within(module):
+        for hooks in (forward_pre_hooks_of(inner), forward_hooks_of(inner)):
+            yield from hooks.values()
+        yield from backward_hooks_of(inner)
 
 
 def _of_function(function: types.FunctionType, depth: int) -> Iterator[Any]:

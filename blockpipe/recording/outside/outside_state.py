@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..._common.callsite import users_line
 from ..._common.libraries import has_users_code, is_users
 from ..._common.text import key_text
-from ..._torch.modules import slots_of
+from ..._torch.modules import children_of, slots_of
 from ...crossing.tags import TAG
 from ...restoring.holders import (
     CacheHolder,
@@ -103,7 +103,7 @@ class OutsideState:
             id(child): child
             for module in modules.values()
             if is_users(type(module).__module__)
-            for child in (module, *module.children())
+            for child in (module, *children_of(module).values())
         }
         self._tensors = {
             id(tensor): (f"{path}.{name}" if path else name, tensor)

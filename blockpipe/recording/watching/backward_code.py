@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import Node
+from torch.utils.hooks import BackwardHook
 
 from ..._common.libraries import is_users
 from ..._torch.graph import (
@@ -268,9 +269,8 @@ def called_by_hooks(
         for name in held.names
     }
     for call in result.calls:
-        if not call.is_function:  # where its backward ends; one without operations has hooks, too
-            hop = call.began_on if call.hop is None else call.hop
-            hops.setdefault(call.path, set()).add(hop)
+        if not call.is_function and call.hop is not None:
+            hops.setdefault(call.path, set()).add(call.hop)  # where its backward ends
     seen = set[tuple[int, ...]]()  # one function may be the hook of all parameters
     for hook in hooks:
         behind = getattr(hook.function, "__func__", hook.function)
@@ -341,6 +341,24 @@ class NodeHooksSeen(Replacement):
             return add(hooks, hook)
 
         return staticmethod(seen)
+
+
+class ModuleHooksSeen(Replacement):
+    """A replacement by which the backward hooks of a module are noticed where it is called:
+    registered or not, and whether or not it has an operation."""
+
+    owner, name = BackwardHook, "setup_input_hook"
+
+    def replacement(self) -> Any:
+        set_up = self._original
+
+        def seen(around: Any, args: Any) -> Any:
+            mode = active_mode()
+            if mode is not None:
+                mode.saw_module_hooks(around.module, [*around.user_pre_hooks, *around.user_hooks])
+            return set_up(around, args)
+
+        return seen
 
 
 @contextmanager

@@ -149,7 +149,6 @@ class CallsUnderWay:
             checkpoint=cursor.checkpoint,
             mark=cursor.mark.where if cursor.mark else None,
             mark_name=cursor.mark.name if cursor.mark else None,
-            began_on=max(self._run.hop, 0),
         )
         given = list(tensors(args))
         call.inbound = inbound([getattr(getattr(t, TAG, None), "sources", ()) for t in given], call)

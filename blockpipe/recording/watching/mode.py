@@ -126,6 +126,11 @@ class RecordingMode(CrossingMode):
     def saw_node_hook(self, hook: Callable[..., Any]) -> None:
         self.recorder.backward_code.hooks_node(hook)
 
+    def saw_module_hooks(self, module: nn.Module, hooks: Iterable[Callable[..., Any]]) -> None:
+        self.recorder.run.arrive()
+        for hook in hooks:
+            self.recorder.backward_code.calls(hook, module, self.recorder.hop_here())
+
     def saw_checkpoint(self, recompute: Callable[..., Any]) -> None:
         self.recorder.note_checkpoint(recompute)
 

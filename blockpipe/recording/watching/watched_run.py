@@ -44,7 +44,13 @@ from ..recording import Recording
 from ..sample import RecordRequest
 from ..sealing import LEAVES, MAY_READ, calls_that_leave_tensors, conclude
 from ..shared_changes import SharedChanges
-from .backward_code import NodeHooksSeen, called_by_hooks, check_several, tensors_bound_to
+from .backward_code import (
+    ModuleHooksSeen,
+    NodeHooksSeen,
+    called_by_hooks,
+    check_several,
+    tensors_bound_to,
+)
 from .costs import note_split_backwards, roots_of
 from .held import held_tensors, hops_reading
 from .late.lasting_memory import LastingMemory
@@ -190,6 +196,7 @@ def _run(model: nn.Module, inputs: Any, recorder: Recorder, values: SharedValues
             GeneratorStates(),
             SettingsSet(),
             NodeHooksSeen(),
+            ModuleHooksSeen(),
             PackingSeen(),
             SwapsSeen(),
             Eager(),
