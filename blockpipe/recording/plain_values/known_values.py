@@ -333,7 +333,8 @@ class KnownValues:
             if known.is_read_outside:
                 result.left_for_loss += [shared_change(known, what, read_on, where, _OF_LOSS)]
             return None
-        if not known.is_read_outside and self._is_unread(known, reads):
+        is_named = not known.is_read_outside and not any(other.read_on for other in others)
+        if is_named and self._is_unread(known, reads):
             return None
         where = next(k.first_read for k in (known, *others) if k.first_read)
         remedy = _REMEDY if min(seen) >= 0 else "set it between steps"
@@ -428,8 +429,7 @@ class KnownValues:
                 yield from ((self._named(known), call, line) for call, line in known.set_in)
 
     def reads_by_call(self) -> Iterator[tuple[str, Call | None, str]]:
-        """Yield the values that one forward leaves for the next one, each with a call that reads
-        it, and the line."""
+        """Yield the values that one forward leaves for the next one, as :meth:`sets_by_call`."""
         for known in self._values.values():
             if known.is_carried and known.set_in and id(known.owner) not in self._ignored:
                 yield from ((self._named(known), *read) for read in known.read_in.values())

@@ -260,7 +260,15 @@ def is_used_whole(value: Any, access: Access, *, is_still: bool) -> bool:
     is_used = access.use is Use.READ and not access.calls
     if is_still and is_used and is_read_by_syntax(value):
         return True
-    return _is_users_object(value) and access.use is Use.READ and access.given_to is not None
+    if not _is_users_object(value) or access.use is not Use.READ:
+        return False
+    return access.given_to is not None or _is_inherited(type(value), access.method)
+
+
+def _is_inherited(kind: type, method: str) -> bool:
+    """Return whether a class of the user's has a method from a library's, which may read all."""
+    base = next((base for base in kind.__mro__ if method in vars(base)), object)
+    return base.__module__.partition(".")[0] not in _NO_METHODS and not is_users(base.__module__)
 
 
 def _is_users_object(value: Any) -> bool:
@@ -333,9 +341,10 @@ def _is_opened(access: Access, held: Any, frame: Frame) -> bool:
 
 def _takes_apart(function: Any) -> bool:
     """Return whether a function is of Python's library, or another one, and not of torch's, which
-    hand the user's objects to the user's code."""
+    hand the user's objects to the user's code; or in C, and makes a text or bytes of an object."""
     package = str(getattr(function, "__module__", None)).partition(".")[0]
-    return isinstance(function, types.FunctionType) and package not in _HAND_BACK
+    is_pythons = isinstance(function, types.FunctionType) and package not in _HAND_BACK
+    return is_pythons or function in (str, repr, format) or package in ("_pickle", "_json")
 
 
 def _members_of(value: Any) -> Iterable[Any]:

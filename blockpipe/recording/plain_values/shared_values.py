@@ -327,12 +327,12 @@ class SharedValues:
     def _asks_class(self, access: Access, frame: Frame, owner: Any, value: Any, hop: int) -> None:
         """Note a read of what an object's class gives it, such as a property, or of the class."""
         found = [(value, "__class__")] if self._replaces_all and access.reads else []
-        if owner is None and isinstance(node := access.node, ast.Attribute):
-            found.append((frame.evaluated(node.value), node.attr))
+        if isinstance(node := access.node, ast.Attribute) and (owner is None or access.reads):
+            found += [] if self._is_lasting(owner) else [(frame.evaluated(node.value), node.attr)]
         for asked, name in found:
-            if id(asked) in self._lasting and not is_content(asked):
-                for holder in owners_of(asked, name):
-                    self._reads(holder, name, frame, hop, counts=False)
+            lasts = id(asked) in self._lasting
+            for holder in () if is_content(asked) else owners_of(asked, name, lasts=lasts):
+                self._reads(holder, name, frame, hop, counts=False)
 
     def _note_inside(self, access: Access, value: Any, owner: Any, frame: Frame, hop: int) -> None:
         """Note what code reads beside the place that it names."""

@@ -188,6 +188,10 @@ class Frame:
             return self.evaluated(node.args[0])  # what is read of a copy, is read of the original
         if function in (type, vars, getattr) and node.args:
             args = [*map(self.evaluated, node.args)]
+            made = node.args[0] if function is type and args[0] is UNKNOWN else None
+            if isinstance(made, ast.Call):  # ``type(Options())``
+                kind = self.evaluated(made.func)
+                return kind if isinstance(kind, type) else UNKNOWN
             if any(one is UNKNOWN for one in args[:2]):
                 return UNKNOWN
             if function is type:

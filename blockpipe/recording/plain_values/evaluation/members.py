@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...._common.libraries import is_users
 from ...._common.threads.thread_state import ours
 from ...._torch.modules import SLOTS, children_of
 from ...._torch.scripted import in_script, names_in_script
@@ -95,14 +96,20 @@ def whose(value: Any, objects: Mapping[int, Any], lasting: Container[int]) -> An
     return objects.get(id(space), space if is_anothers else value)
 
 
-def owners_of(owner: Any, key: Any) -> Iterator[Any]:
+def owners_of(owner: Any, key: Any, *, lasts: bool = True) -> Iterator[Any]:
     """Return the objects that a read may be about: an object, and the class of the attribute, of a
-    class also its metaclass."""
-    yield owner
+    class also its metaclass.
+
+    Args:
+        owner: the object.
+        key: the name that is read of it.
+        lasts: whether it outlives the forward; else only classes of the user's do.
+    """
+    yield from [owner] if lasts else []
     if isinstance(key, str) and not isinstance(owner, Names | types.CellType | dict):
         bases = owner.__mro__[1:] if isinstance(owner, type) else ()
         for base in (*bases, *type(owner).__mro__):
-            yield base
+            yield from [base] if lasts or is_users(base.__module__) else []
             if key in vars(base):
                 return
 
