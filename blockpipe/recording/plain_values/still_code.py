@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..._common.libraries import is_users
 from ..._common.modules import StandIn, named_slots
+from ..._common.threads.thread_state import ours
 from ..._torch.graph import custom_backward_of, gradient_hooks, stepping_hooks
 from ..._torch.modules import (
     backward_hooks_of,
@@ -88,8 +89,10 @@ def hooks_in(model: nn.Module) -> list[Hook]:
 def hooks_of(leaf: Tensor) -> Iterator[tuple[Callable[..., Any], Tensor | None]]:
     """Yield the hooks of a leaf that a backward calls, each with its first argument: the leaf, or
     ``None`` for a gradient."""
-    yield from ((hook, None) for hook in (gradient_hooks(leaf) or {}).values())
-    yield from ((hook, leaf) for hook in (stepping_hooks(leaf) or {}).values())
+    with ours():  # a forward that looks at code is not the one that reads the leaf
+        hooks, stepping = gradient_hooks(leaf) or {}, stepping_hooks(leaf) or {}
+    yield from ((hook, None) for hook in hooks.values())
+    yield from ((hook, leaf) for hook in stepping.values())
 
 
 def read_of_unknown(access: Access, frame: Frame, is_lasting: Callable[[Any], bool]) -> str | None:
