@@ -26,6 +26,7 @@ class Counts(nn.Module):
         super().__init__()
         self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
         self.n, self.log, self.hook = 0, [1.0], hook
+        self.schedule, self.layer = Schedule(), nn.Threshold(0.1, 1.0)
         Registry.found = self
 
     def __getitem__(self, key: int) -> list[float]:
@@ -40,6 +41,9 @@ class Counts(nn.Module):
             h = self.a(x).tanh()
             self.n += 1
             self.log.append(1.0)
+            self.schedule.value = self.n
+            self.layer.value = float(self.n)
+            COUNT()
         with bp.Block(stage=1):
             out: Tensor = self.b(h)
             changed = None if self.hook is None else self.hook(self, out)
@@ -74,6 +78,37 @@ class Holder:
 
     def value(self) -> int:
         return self.model.n
+
+
+class Schedule:
+    """A value that a call may set."""
+
+    def __init__(self) -> None:
+        self.value = 1
+
+    def __call__(self, value: int | None = None) -> int:
+        if value is not None:
+            self.value = value
+        return self.value
+
+    def __next__(self) -> int:
+        return self.value
+
+
+def _counter() -> tuple[Callable[[], None], Callable[[], int]]:
+    n = 0
+
+    def count() -> None:
+        nonlocal n
+        n += 1
+
+    def counted() -> int:
+        return n
+
+    return count, counted
+
+
+COUNT, COUNTED = _counter()
 
 
 def _n(model: Counts) -> int:
@@ -140,6 +175,10 @@ LOSSES: list[Callable[[Counts], Loss]] = [
     lambda net: lambda o, t: mse_loss(o, t) * net.kept(),
     lambda net: lambda o, t: mse_loss(o, t) * net.kept(key="n"),
     lambda net: lambda o, t: mse_loss(o, t) * len(net[0]),
+    lambda net: lambda o, t: mse_loss(o, t) * net.schedule(),
+    lambda net: lambda o, t: mse_loss(o, t) * next(net.schedule),  # type: ignore[call-overload]
+    lambda net: lambda o, t: mse_loss(o, t) * COUNTED(),
+    lambda net: lambda o, t: mse_loss(o, t) * net.layer(torch.zeros(1, device=o.device)),
     lambda net: lambda o, t: mse_loss(o, t) * _adds(log=net.log) * len(net.log),
 ]
 
@@ -149,7 +188,8 @@ def test_a_loss_reads_what_a_call_gives_it(loss: Callable[[Counts], Loss]) -> No
     """An argument by keyword, or what a call returns, was followed by nobody: other losses."""
     net = Counts()
     pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
-    with pytest.raises(StateError, match="attribute 'n' of the model|a list"):
+    names = "attribute 'n' of the model|a list|of a Schedule|of a closure|layer.value"
+    with pytest.raises(StateError, match=names):
         pipe.forward_backward(torch.randn(8, 4), target=torch.randn(8, 4), loss_fn=loss(net))
 
 

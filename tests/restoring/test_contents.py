@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import blockpipe as bp
+from blockpipe.errors import StateError
 
 Change = Callable[["Teaches", Tensor], object]
 
@@ -153,3 +154,26 @@ def test_an_array_that_the_forward_resizes_is_put_back() -> None:
     for _ in range(2):
         pipe.forward_backward(torch.randn(8, 4), loss_fn=torch.sum)
     assert net.seen.tolist() == [0.0] + [1.0] * 8
+
+
+class ReadsWhatGrew(Lists):
+    """The other stage reads the array."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            x = self.a(x)
+            self.seen.resize(self.seen.size + 1, refcheck=False)
+        with bp.Block(stage=1):
+            return self.b(x) * float(self.seen[0])
+
+
+def test_an_array_that_the_forward_resizes_for_another_stage_is_refused() -> None:
+    """A weak reference of the recording's was in the way: a bare ``ValueError``."""
+    pipe = bp.Pipeline(ReadsWhatGrew(), devices=["cpu"] * 2, chunks=4)
+    with pytest.raises(StateError, match="seen|array"):
+        pipe.forward_backward(torch.randn(8, 4), loss_fn=torch.sum)
+    net = ReadsWhatGrew()
+    with bp.Pipeline(net, devices=["cpu"] * 2, chunks=4, schedule="sequential") as pipe:
+        for _ in range(2):
+            pipe.forward_backward(torch.randn(8, 4), loss_fn=torch.sum)
+    assert len(net.seen) == 9

@@ -16,7 +16,7 @@ from ..entries import TurningValue
 from ..reads import NamesRead, libraries_code_reads
 from .evaluation.members import ALL, UNKNOWN, Names, member_of
 from .known_values import KnownValues
-from .places import attribute_of, space_of
+from .places import attribute_of, is_array, space_of
 from .values import hops_of
 
 _CONTAINERS = (list, tuple, dict, set, str)
@@ -64,6 +64,8 @@ def traced_on(known: KnownValues, owner: Any, key: Any) -> set[int] | None:
 
 
 def _held(owner: Any) -> Callable[[], Any]:
+    if is_array(owner):  # with a weak reference it cannot be resized
+        return lambda: owner
     try:
         return weakref.ref(owner)  # a recording holds no module
     except TypeError:  # a dictionary, a list

@@ -66,7 +66,7 @@ from .places import (
     used_by,
 )
 from .still_code import frames_of, functions_by_code, hands_on, read_of_unknown
-from .syntax.accesses import Access, accesses_of, is_by_chance, may_set, may_write
+from .syntax.accesses import Access, accesses_of, is_by_chance, is_optional, may_set, may_write
 from .syntax.effects import arguments_of, changes_given
 from .syntax.uses import Use
 from .taken_in import TakenIn
@@ -422,7 +422,7 @@ class SharedValues:
         is_fixed: bool = False,
     ) -> None:
         """Note that an instruction sets the values at some places, before it has done so."""
-        apart = self._apart(frame)
+        apart = None if self._still and is_optional(access.node, frame.code) else self._apart(frame)
         again = apart is not None and self._still is None
         said, lines = access.assigned, (hop, frame.line, apart, again, access.counts, self._calls())
         by_chance = said is not None and is_by_chance(said, frame.code)

@@ -278,7 +278,7 @@ def _called_by(still: StillFrame) -> Iterator[_Call]:
                 is_known = found is not UNKNOWN
                 named = called_by_name(owner, found, is_known=is_known)
                 yield from ((method, Given(first)) for method, first in named)
-        if access.use is Use.READ and not access.calls:
+        if access.use in (Use.READ, Use.BOTH) and not access.calls:  # BOTH: ``next(self.items)``
             value = or_unknown(frame.bound, access.node)
             yield from ((method, Given((value,))) for method in protocols_of(value))
             yield from ((function, Given()) for function in _functions_in(value))

@@ -273,7 +273,7 @@ def _note_code_beside(request: RecordRequest, recorder: Recorder, values: Shared
         _note_late(recorder, values)
     if request.loss_fn is not None:
         with values.known.beside_loss():
-            values.runs_beside(request.loss_fn, None, max(recorder.hop, 0))
+            values.runs_beside(request.loss_fn, None, max(recorder.hop, 0), lasts=True)
         recorder.backward_code.beside.note(request.loss_fn, None, max(recorder.hop, 0))
 
 

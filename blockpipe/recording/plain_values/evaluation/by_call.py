@@ -5,16 +5,19 @@ from __future__ import annotations
 import ast
 import functools
 import os
+import types
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
+from ...._common.libraries import is_users
 from ...._torch.modules import parameters_of, within
+from ...reads import mentioned
 from ..syntax.effects import SETS_TORCHS
 from .expressions import Frame, members_of
 from .getters import asked_by_text, asked_of, hands_on, is_getter, is_setter, set_by
-from .members import ALL, NEEDS_GRADIENT, UNKNOWN, member_of
+from .members import ALL, NEEDS_GRADIENT, UNKNOWN, member_of, own_attributes
 from .registered import added_to, along_path, places_of, walked_by
 
 ASKS = (isinstance, type, id, hasattr, getattr, setattr, delattr, callable, vars, super)
@@ -62,6 +65,17 @@ def asked_by_call(node: ast.expr, frame: Frame) -> Iterator[tuple[Any, Any]]:
         yield os.environ._data, ALL  # type: ignore[attr-defined]
     for function, args in _called_by(node, frame):
         yield from asked_of(function, args)
+    if not frame.is_running:
+        yield from _asked_by_layer(frame.evaluated(node.func))
+
+
+def _asked_by_layer(module: Any) -> Iterator[tuple[Any, str]]:
+    """Yield the attributes that a call of a library's module reads, by the names in its code."""
+    if isinstance(module, nn.Module) and not is_users(type(module).__module__):
+        forward: Any = type(module).forward
+        if isinstance(forward, types.FunctionType):
+            named = mentioned(forward.__code__).intersection(own_attributes(module))
+            yield from ((module, name) for name in named)
 
 
 def set_by_call(node: ast.expr, frame: Frame) -> Iterator[_Set]:

@@ -209,6 +209,13 @@ def branches_of(code: types.CodeType) -> list[Turn]:
     return [turn for turn in nodes.turns if turn.by[0].lineno in lines]
 
 
+def is_optional(node: ast.expr, code: types.CodeType) -> bool:
+    """Return whether an expression of a function runs only for some data: in a branch, a loop, or
+    where an error is caught."""
+    conditions = (one.asked_for(node) is not None for one in conditions_of(code))
+    return any(conditions) or any(one.has(node) or one.handles(node) for one in branches_of(code))
+
+
 @functools.lru_cache(1_000)
 def assignments_of(code: types.CodeType) -> Sequence[tuple[str, ast.expr]]:
     """Return the local variables that a function's code sets, each with what it is set to."""

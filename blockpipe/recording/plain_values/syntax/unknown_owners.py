@@ -7,6 +7,7 @@ is read of it is known by its name alone.
 from __future__ import annotations
 
 import ast
+import enum
 import gc
 import sys
 import types
@@ -163,6 +164,8 @@ def _hands_out(function: Any) -> bool:
     ``__new__``, or whose own class, is the user's may have one such object for all."""
     if isinstance(function, types.FunctionType):
         return is_users(function.__module__)
+    if isinstance(function, type) and issubclass(function, enum.Enum):
+        return True  # ``Color("red")``
     if not isinstance(function, type) or issubclass(function, tuple):
         return False
     return any(True for _ in makers_of(function))
