@@ -5,13 +5,15 @@ from typing import Any
 
 from torch._library.custom_ops import OPDEFS
 
+from .tensors import OpOverload
+
 _TORCHS = ("aten", "prims", "prim", "c10d", "_c10d_functional", "quantized", "mkldnn")
 
 
 def body_of(func: Any) -> Callable[..., Any] | None:
     """Return the function that computes an operation; ``None`` if it is none of such an operator.
     On fake tensors another one runs in its place, which tells their shapes."""
-    if getattr(func, "namespace", "aten") in _TORCHS:
+    if not isinstance(func, OpOverload) or func.namespace in _TORCHS:
         return None
     found = OPDEFS.get(func._schema.name)
     return None if found is None else found._init_fn

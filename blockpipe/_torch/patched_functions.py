@@ -23,6 +23,7 @@ _OF_C = frozenset(
     ]
 )
 _OF_PYTHON = (types.FunctionType, types.MethodType, functools.partial)
+_OPERATORS = torch._ops.OperatorBase  # objects, as torch.cond's
 _BASE = torch._C.TensorBase  # has the methods that Tensor does not have itself
 _PACKAGE = __name__.partition(".")[0]
 _SPACES = (torch, torch.functional, torch.nn.functional, torch.nn.init, Tensor)
@@ -61,7 +62,7 @@ def torchs_own(function: Callable[..., Any]) -> Callable[..., Any]:
     Returns:
         The same, or torch's own if something else is in its place.
     """
-    if type(function) in _OF_C or id(function) in _own:
+    if type(function) in _OF_C or id(function) in _own or isinstance(function, _OPERATORS):
         return function
     if str(getattr(function, "__module__", "")).partition(".")[0] == _PACKAGE:
         return function

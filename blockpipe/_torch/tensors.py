@@ -29,6 +29,7 @@ FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
 """The name of the logger that tells of what fake tensors cannot do."""
 
 OpOverload = _ops.OpOverload
+HigherOrderOperator = _ops.HigherOrderOperator  # as torch.cond's and flex_attention's
 """The class of what a dispatch mode is given as ``func``, which has no public name."""
 
 generator_id: Callable[[torch.Generator], int] = attrgetter("_cdata")

@@ -193,7 +193,7 @@ class CrossingMode(ForwardMode):
             return self._answered(func, args, kwargs, modes)
         run.arrive()
         reads = Reads()
-        local = self._handed(func, args, kwargs) if func in _ON_ITSELF else self._local
+        local = run.handed(func, args, kwargs, self._local) if func in _ON_ITSELF else self._local
         args = tuple(
             [
                 local(a, reads)
@@ -225,12 +225,6 @@ class CrossingMode(ForwardMode):
         """Return what an operation was given and has returned as the user's code knows it:
         ``h.contiguous() is h`` of a tensor that crossed."""
         return given if given is result or self.run.has_made(given) else result
-
-    def _handed(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Reader:
-        """Return what reads the arguments of a function that is about tensors themselves."""
-        return self.run.handed(func, args, kwargs, self._local)
 
     def apart(
         self,

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.functional import mse_loss
 
 import blockpipe as bp
 from blockpipe.errors import CrossingError, StateError
@@ -112,3 +114,59 @@ def test_levels_of_forward_mode_on_two_stages_take_turns():
         pipe.forward_backward(x, loss_fn=square)
     check_alike(Scripted(on_two), x, schedule="sequential")
     check_alike(Scripted(on_one), x)
+
+
+class _Chooses(nn.Module):
+    """One of two functions, by the data."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        chosen: Tensor = torch.cond(h.sum() > 0, lambda z: z * 2, lambda z: z + 1, (h,))
+        return chosen
+
+
+class _Attends(nn.Module):
+    """torch's attention of many kinds, which has no backward on the CPU."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        heads = h.view(1, 1, *h.shape)
+        attended: Tensor = flex_attention(heads, heads, heads)
+        return attended[0, 0]
+
+
+@pytest.mark.cpu("torch compiles it")
+@pytest.mark.parametrize("schedule", ["1f1b", "uncut"])
+def test_a_module_that_calls_functions_by_an_operator_is_one_call(schedule: str) -> None:
+    """Attack 30: it was an AttributeError that the split was blamed for."""
+    net = nn.Sequential(nn.Linear(4, 4), _Chooses(), nn.Linear(4, 4))
+    plain, x, y = copy.deepcopy(net), torch.randn(8, 4), torch.randn(8, 4)
+    net[1] = bp.BeginBlock(net[1], stage=1)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule=schedule)
+    loss = pipe.forward_backward(x, target=y, loss_fn=mse_loss).loss
+    assert difference(net, plain, loss, plain_step(plain, (x,), {}, y, mse_loss, 4)).exact
+
+
+@pytest.mark.cpu("torch compiles it")
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_attention_of_many_kinds_runs_in_a_module() -> None:
+    """Attack 30: like any operator of the kind, it was refused."""
+    net = nn.Sequential(nn.Linear(16, 16), _Attends(), nn.Linear(16, 16)).requires_grad_(False)
+    plain, x = copy.deepcopy(net), torch.randn(16, 16)
+    net[1] = bp.BeginBlock(net[1], stage=1)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=1)
+    with torch.no_grad():
+        assert torch.equal(pipe(x), plain(x))
+
+
+@pytest.mark.cpu("torch compiles it")
+def test_outside_of_a_module_such_an_operator_is_refused() -> None:
+    """What its functions read, nobody sees."""
+
+    def forward(s: Scripted, x: Tensor) -> Tensor:
+        with B(0):
+            h = s.a(x)
+        with B(1):
+            return s.b(torch.cond(h.sum() > 0, lambda z: z * 2, lambda z: z + 1, (h,)))
+
+    pipe = bp.Pipeline(Scripted(forward), devices=stages(2), chunks=2)
+    with pytest.raises(CrossingError, match="torch's cond .*module of its own"):
+        pipe.forward_backward(torch.randn(4, 4), loss_fn=torch.sum)

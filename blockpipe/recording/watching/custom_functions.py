@@ -56,6 +56,15 @@ class AppliedFunctions:
         """Note an error, which is raised unless the forward is in a sealed call now."""
         self.failures.append((error, self._calls.innermost))
 
+    def calls_functions(self, name: str) -> None:
+        """Note an operator that calls functions, such as ``torch.cond``."""
+        message = (
+            f"expected operations outside of modules, got torch's {name} ({users_line()}): nobody "
+            "sees what its functions read there; put it into a module of its own, which is given "
+            "what they read"
+        )
+        self.fail(CrossingError(message))
+
     def read_parameter(self, held: TensorInfo) -> None:
         """Note that a function reads a parameter that is not its argument. Its backward may add to
         the parameter's gradient, on the stage where the parameter lives."""

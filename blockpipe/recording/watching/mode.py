@@ -20,6 +20,7 @@ from ..._torch.graph import CheckpointHook, push_saved_tensor_hooks
 from ..._torch.modes import function_mode_at, how_many_function_modes, pop_function_mode
 from ..._torch.modules import SWAPS, is_moving
 from ..._torch.patched_functions import torchs_own
+from ..._torch.tensors import HigherOrderOperator
 from ...crossing.interception import (
     CrossingMode,
     active_mode,
@@ -35,6 +36,10 @@ from .backward_code import seeing_context
 from .recorder import SCRIPTED, Recorder
 
 _SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+# By these other libraries read a tensor's memory. While fake tensors are made they give an address,
+# also of a real one, and nothing is there: to read it may end the process.
+_SHOWS_MEMORY = frozenset([Tensor.numpy, Tensor.__array__, Tensor.__dlpack__])
 
 
 class RecordingMode(CrossingMode):
@@ -87,6 +92,10 @@ class RecordingMode(CrossingMode):
         elif looks_at_graph(func):
             recorder.looked_at_graph(args[0], args[1] if len(args) > 1 else None)
         recorder.changes.at_function(func, args)
+        if func in _SHOWS_MEMORY and recorder.result.fake:
+            raise TypeError(f"expected a tensor with memory for {func.__name__}(), got a fake one")
+        if isinstance(func, HigherOrderOperator):
+            recorder.custom.calls_functions(func.name())
         result = super().__torch_function__(func, types, args, kwargs, modes)
         recorder.check_outsiders(func, args[0] if args else None)
         recorder.late.operated((args, kwargs))

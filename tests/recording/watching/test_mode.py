@@ -1,7 +1,10 @@
 """What a recording sees of the calls of a forward."""
 
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -60,3 +63,36 @@ def test_a_class_that_is_called_in_another_way_for_a_while_is_refused():
     pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
     with pytest.raises(RecordingError, match="'a', of whose class Called the forward, or __call__"):
         pipe(torch.randn(8, 4))
+
+
+class Views(nn.Module):
+    """It keeps views that do not begin where the memory does, and hands them to numpy."""
+
+    def __init__(self, read: Callable[[Any, Tensor], float]) -> None:
+        super().__init__()
+        self.a, self.b, self.read = nn.Linear(4, 4), nn.Linear(4, 4), read
+        self.register_buffer("base", torch.arange(8.0))
+        self.part, self.rows = self.base[2:6], self.a.weight.data[1:3]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x) * self.read(self, x)
+        with bp.Block(stage=1):
+            return self.b(h)
+
+
+READS: list[Callable[[Any, Tensor], float]] = [
+    lambda s, x: float(s.part.numpy().sum()),
+    lambda s, x: float(np.asarray(s.part)[0]),
+    lambda s, x: float(np.from_dlpack(s.part)[0]),
+    lambda s, x: float(s.rows.numpy().sum()),
+    lambda s, x: float(x[1:].numpy().sum()),
+]
+
+
+@pytest.mark.parametrize("read", READS)
+def test_numpy_is_given_no_memory_that_is_not_there(read: Callable[[Any, Tensor], float]) -> None:
+    """The address of a fake tensor's part is no null: the process ended."""
+    recording = bp.record(Views(read), torch.randn(4, 4))
+    assert recording.why_real is not None
+    assert recording.num_stages == 2

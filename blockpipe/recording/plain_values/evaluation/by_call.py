@@ -65,8 +65,7 @@ def asked_by_call(node: ast.expr, frame: Frame) -> Iterator[tuple[Any, Any]]:
         yield os.environ._data, ALL  # type: ignore[attr-defined]
     for function, args in _called_by(node, frame):
         yield from asked_of(function, args)
-    if not frame.is_running:
-        yield from _asked_by_layer(frame.evaluated(node.func))
+    yield from _asked_by_layer(frame.evaluated(node.func))
 
 
 def _asked_by_layer(module: Any) -> Iterator[tuple[Any, str]]:
