@@ -71,6 +71,7 @@ _ON_ITSELF: frozenset[Any] = frozenset(
         Tensor.data.__set__,  # type: ignore[attr-defined]
         Tensor.detach_,
         Tensor.resize_,
+        Tensor.set_,
         Tensor.requires_grad_,
         Tensor.backward,
         torch.autograd.backward,

@@ -92,8 +92,9 @@ def _as_it_is(owner: Any, name: str) -> Any:
 
 
 class UnseenOperations(Replacement):
-    """A replacement by which ``Tensor.as_subclass``, ``nn.Parameter(…)``, and an assignment to a
-    part of a complex tensor (``real``, ``imag``), are operations. No function mode sees them.
+    """A replacement by which ``Tensor.as_subclass``, ``nn.Parameter(…)``, ``Tensor.set_``, and an
+    assignment to a part of a complex tensor (``real``, ``imag``), are operations. No function mode
+    sees them.
 
     The first two would read the tensor of another stage, and a parameter that is made in the
     forward would not say of which micro-batch it is. The others write to the tensor. torch sets the
@@ -148,6 +149,7 @@ def _part(original: Any) -> property:
 
 
 _original_as_subclass: Any = Tensor.as_subclass
+original_set: Any = Tensor.set_
 _original_make_subclass: Any = getattr(Tensor, MAKE_SUBCLASS)
 
 
@@ -158,6 +160,14 @@ def _as_subclass(*args: Any) -> Any:
     if mode is None or not mode.is_on() or not how_many_function_modes():
         return _original_as_subclass(*args)
     return mode.__torch_function__(_original_as_subclass, (), args, {})
+
+
+@functools.wraps(original_set)
+def _set(*args: Any, **kwargs: Any) -> Any:
+    mode = active_mode()
+    if mode is None or not mode.is_on():
+        return original_set(*args, **kwargs)
+    return mode.__torch_function__(original_set, (), args, kwargs)
 
 
 @functools.wraps(_original_make_subclass)
@@ -174,6 +184,7 @@ def _make_subclass(kind: Any, data: Tensor, *args: Any, **kwargs: Any) -> Any:
 _UNSEEN = {
     **{name: _part(_as_it_is(Tensor, name)) for name in ("real", "imag")},
     "as_subclass": _as_subclass,
+    "set_": _set,
     MAKE_SUBCLASS: staticmethod(_make_subclass),
 }
 

@@ -175,3 +175,41 @@ def test_what_a_loss_hands_to_autograd_is_looked_at(
     net = Counts()
     with pytest.raises(StateError, match="attribute 'n' of the model"):
         _step(net, loss(net))
+
+
+class Stored:
+    """An attribute whose assignment is code of the user's."""
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        return owner.n
+
+    def __set__(self, owner: Any, value: int) -> None:
+        owner.n = value
+
+
+class Sets(nn.Module):
+    """A hook of the second stage sets, by a descriptor, what the first one reads."""
+
+    stored = Stored()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.n = nn.Linear(4, 4), nn.Linear(4, 4), 1
+
+    def count(self, gradient: Tensor) -> Tensor:
+        self.stored = 2
+        return gradient
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x) * self.n
+        with bp.Block(stage=1):
+            out: Tensor = self.b(h)
+            out.register_hook(self.count)
+            return out
+
+
+def test_a_hook_that_sets_by_a_descriptor_is_looked_at() -> None:
+    """Attack 31: setters of properties were."""
+    with pytest.raises(StateError, match="attribute 'n' of the model"):
+        _step(Sets())

@@ -170,3 +170,55 @@ def test_outside_of_a_module_such_an_operator_is_refused() -> None:
     pipe = bp.Pipeline(Scripted(forward), devices=stages(2), chunks=2)
     with pytest.raises(CrossingError, match="torch's cond .*module of its own"):
         pipe.forward_backward(torch.randn(4, 4), loss_fn=torch.sum)
+
+
+USES = {
+    "vmap": lambda t: torch.vmap(lambda z: z * 1)(t),
+    "vjp": lambda t: torch.func.vjp(torch.sin, t)[0],
+    "grad": lambda t: torch.func.grad(lambda z: z.square().sum())(t),
+    "functionalize": lambda t: torch.func.functionalize(lambda z: z * 1)(t),
+}
+WRITES = {
+    "add_": lambda t: t.add_(1),
+    "vmap": lambda t: torch.vmap(lambda z: z.add_(1))(t),
+    "set_": lambda t: t.set_(t + 1),
+}
+
+
+@pytest.mark.cpu("a buffer and a transform on other devices are refused by other words")
+@pytest.mark.parametrize("is_buffer", [False, True])
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("use", USES)
+def test_what_a_transform_is_given_is_read(use: str, write: str, is_buffer: bool) -> None:
+    """Attack 31: the transform wraps it before anybody sees it, so that nobody had read it."""
+
+    def forward(s: Scripted, x: Tensor) -> Tensor:
+        with B(0):
+            h = s.a(x)
+            WRITES[write](s.t if is_buffer else s.kept[0])
+        with B(1):
+            return s.b(h) * USES[use](s.t if is_buffer else s.kept[0])
+
+    net = Scripted(forward)
+    net.register_buffer("t", torch.ones(4))
+    net.kept = [torch.ones(4)]
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match="written by the forward|changes a tensor"):
+        pipe.forward_backward(torch.randn(8, 4), target=torch.randn(8, 4), loss_fn=mse_loss)
+
+
+def test_a_buffer_that_the_forward_sets_is_written() -> None:
+    """No mode sees ``set_``."""
+
+    def forward(s: Scripted, x: Tensor) -> Tensor:
+        with B(0):
+            h = s.a(x)
+            s.t.set_(s.t.detach() + 1)
+        with B(1):
+            return s.b(h) * s.t
+
+    net = Scripted(forward)
+    net.register_buffer("t", torch.ones(4))
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match="buffer 't' is written"):
+        pipe.forward_backward(torch.randn(8, 4), target=torch.randn(8, 4), loss_fn=mse_loss)

@@ -42,7 +42,7 @@ from .syntax.accesses import (
     contexts_of,
     may_set,
 )
-from .syntax.protocols import called_by_name, called_by_with, protocols_of
+from .syntax.protocols import called_by_name, called_by_with, protocols_of, set_by
 from .syntax.unknown_owners import Origins, begins_with_lasting, is_made, read_by_name
 from .syntax.uses import Use
 
@@ -274,6 +274,8 @@ def _called_by(still: StillFrame) -> Iterator[_Call]:
             found = or_unknown(functools.partial(attribute_in, owner), node.attr)
             if isinstance(found, property):
                 yield (found.fset if access.writes else found.fget), Given((owner,))
+            elif access.writes:
+                yield from ((method, Given((found, owner))) for method in set_by(found))
             elif owner is not UNKNOWN:
                 is_known = found is not UNKNOWN
                 named = called_by_name(owner, found, is_known=is_known)

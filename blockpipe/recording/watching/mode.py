@@ -29,7 +29,7 @@ from ...crossing.interception import (
     uses_gradient,
 )
 from ...crossing.microbatch_run import Reader
-from ...crossing.torch_patches import Replacement
+from ...crossing.torch_patches import Replacement, original_set
 from ...errors import RecordingError
 from ..plan_resolution import planned_stage
 from .backward_code import seeing_context
@@ -101,6 +101,8 @@ class RecordingMode(CrossingMode):
         recorder.late.operated((args, kwargs))
         if func is torch.autograd.grad:
             recorder.backward_code.ran_backward(tensors((args, kwargs)), tensors(result))
+        if func is original_set:
+            recorder.wrote(recorder.stand_in(args[0]))
         if func == _SETS_DATA:  # each look at it makes another object
             recorder.late.assigned(recorder.stand_in(args[0]), args[1])
         elif uses_gradient(func) and not is_moving(sys._getframe(1)):

@@ -15,6 +15,7 @@ from ..._common.callsite import users_line
 from ..._common.nested import tensors
 from ..._common.text import dtype_text
 from ..._common.threads.thread_state import ours
+from ..._torch.modes import inside_of_transforms
 from ..._torch.scripted import read_by_script
 from ..._torch.tensors import FakeTensor, shape_of, version_of
 from ...costs.work import size_of
@@ -206,17 +207,18 @@ class Recorder:
             info.reruns_forward = True
 
     def read(self, tensor: Tensor, reads: Reads) -> Tensor:
-        """Note that an operation reads a tensor, and read it."""
+        """Note that an operation reads a tensor, or what a transform is given, and read it."""
         tensor = self.stand_in(tensor)
-        self._note_origin(tensor)
+        inner = self.stand_in(inside_of_transforms(tensor))
+        self._note_origin(inner)
         is_untagged = getattr(tensor, TAG, None) is None
-        if not self.has_made(tensor):
-            self.late.memory.add(tensor)
-        if is_untagged and self.step.graphs.cut:
-            if (held := self.held.get(id(tensor))) is None and not isinstance(tensor, FakeTensor):
-                self.outside_tensors.read(tensor, self.hop)
+        if not self.has_made(inner):
+            self.late.memory.add(inner)
+        if self.step.graphs.cut and getattr(inner, TAG, None) is None:
+            if (held := self.held.get(id(inner))) is None and not isinstance(inner, FakeTensor):
+                self.outside_tensors.read(inner, self.hop)
             if held is None or not held.is_buffer:
-                self.outsiders.append((tensor, version_of(tensor)))
+                self.outsiders.append((inner, version_of(inner)))
         try:
             return self._read(tensor, reads)
         except CrossingError as error:
@@ -231,8 +233,7 @@ class Recorder:
         return self.stand_ins.get(id(tensor), tensor)
 
     def _note_origin(self, tensor: Tensor) -> None:
-        """Note where a tensor that is read comes from, and what that means for the calls under
-        way."""
+        """Note where a tensor that is read comes from, and what that means for the calls."""
         key = id(tensor)
         if (held := self.held.get(key)) is not None:
             self._note_read(tensor, held)

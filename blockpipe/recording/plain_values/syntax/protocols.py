@@ -90,6 +90,11 @@ def called_by_name(
             yield method, (owner,)
 
 
+def set_by(found: Any) -> Iterator[types.FunctionType]:
+    """Yield the method of the user's that an assignment to a descriptor of a class calls."""
+    yield from _users(type(found), "__set__")
+
+
 def makers_of(kind: type) -> Iterator[types.FunctionType]:
     """Yield the methods of the user's that a call of a class begins with. They may return an object
     that was there before."""
