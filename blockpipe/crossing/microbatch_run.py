@@ -401,14 +401,13 @@ class MicrobatchRun:
         home = self.step.home_of(tensor)
         return home is not None and home.hop != self.hop
 
-    def _refuse_foreign(
-        self, what: str, tensors_: Iterable[Tensor], given: Collection[int]
-    ) -> None:
-        for tensor in tensors_:
+    def _refuse_foreign(self, what: str, read: Iterable[Tensor], given: Collection[int]) -> None:
+        for tensor in read:
             if self.is_foreign(tensor) and id(tensor) not in given:
                 raise CrossingError(
                     f"{what} on stage {self.stage} is given a tensor of shape {shape_of(tensor)} "
-                    f"of another stage ({users_line()}): the graph is cut between them; {UNCUT}"
+                    f"of another stage, or of an earlier visit of this one ({users_line()}): the "
+                    f"graph is cut between them; {UNCUT}"
                 )
 
     def handed(

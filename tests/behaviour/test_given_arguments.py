@@ -4,7 +4,7 @@ looked at."""
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -68,6 +68,25 @@ class Reader:
 
     def value(self) -> float:
         return self.model.n * self.factor
+
+
+class Named(NamedTuple):
+    """The same as a tuple."""
+
+    model: Counts
+
+    def value(self) -> int:
+        return self.model.n
+
+
+class Entries:
+    """An object that a subscript reads."""
+
+    def __init__(self, log: list[float]) -> None:
+        self.log = log
+
+    def __getitem__(self, key: int) -> float:
+        return self.log[key]
 
 
 @dataclasses.dataclass
@@ -171,6 +190,8 @@ LOSSES: list[Callable[[Counts], Loss]] = [
     lambda net: lambda o, t: mse_loss(o, t) * Reader(net).value(),
     lambda net: lambda o, t: mse_loss(o, t) * Reader(model=net).value(),
     lambda net: lambda o, t: mse_loss(o, t) * Holder(net).value(),
+    lambda net: lambda o, t: mse_loss(o, t) * Named(net).value(),
+    lambda net: lambda o, t: mse_loss(o, t) * Entries(net.log)[-1],
     lambda net: lambda o, t: mse_loss(o, t) * Registry.one().n,
     lambda net: lambda o, t: mse_loss(o, t) * net.kept(),
     lambda net: lambda o, t: mse_loss(o, t) * net.kept(key="n"),

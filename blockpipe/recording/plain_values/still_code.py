@@ -42,7 +42,13 @@ from .syntax.accesses import (
     contexts_of,
     may_set,
 )
-from .syntax.protocols import called_by_name, called_by_with, protocols_of, set_by
+from .syntax.protocols import (
+    called_by_name,
+    called_by_with,
+    of_entry,
+    protocols_of,
+    set_by,
+)
 from .syntax.unknown_owners import Origins, begins_with_lasting, is_made, read_by_name
 from .syntax.uses import Use
 
@@ -280,6 +286,10 @@ def _called_by(still: StillFrame) -> Iterator[_Call]:
                 is_known = found is not UNKNOWN
                 named = called_by_name(owner, found, is_known=is_known)
                 yield from ((method, Given(first)) for method, first in named)
+        elif isinstance(node, ast.Subscript):
+            owner, key = (or_unknown(frame.evaluated, one) for one in (node.value, node.slice))
+            found = of_entry(owner, writes=access.writes)
+            yield from ((method, Given((owner, key))) for method in found)
         if access.use in (Use.READ, Use.BOTH) and not access.calls:  # BOTH: ``next(self.items)``
             value = or_unknown(frame.bound, access.node)
             yield from ((method, Given((value,))) for method in protocols_of(value))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from ..._common.callsite import users_line
+from ..._common.libraries import is_users
 from ..._common.modules import MISSING, StandIn, forward_of
 from ..._common.nested import tensors
 from ..._common.threads.model_turns import alone_with
@@ -37,9 +39,16 @@ from .recorder import SCRIPTED, Recorder
 
 _SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
-# By these other libraries read a tensor's memory. While fake tensors are made they give an address,
-# also of a real one, and nothing is there: to read it may end the process.
-_SHOWS_MEMORY = frozenset([Tensor.numpy, Tensor.__array__, Tensor.__dlpack__])
+# By these other libraries read a tensor's memory.
+_SHOW_MEMORY = frozenset([Tensor.numpy, Tensor.__array__, Tensor.__dlpack__])
+
+
+def _shows_memory(func: Callable[..., Any], caller: types.FrameType) -> bool:
+    """Return whether a function gives the address of a tensor's memory. While fake tensors are made
+    nothing is there, also of a real one, and to read it may end the process. torch itself only
+    compares addresses."""
+    is_asked = func is Tensor.data_ptr and is_users(caller.f_globals.get("__name__"))
+    return func in _SHOW_MEMORY or is_asked
 
 
 class RecordingMode(CrossingMode):
@@ -92,7 +101,7 @@ class RecordingMode(CrossingMode):
         elif looks_at_graph(func):
             recorder.looked_at_graph(args[0], args[1] if len(args) > 1 else None)
         recorder.changes.at_function(func, args)
-        if func in _SHOWS_MEMORY and recorder.result.fake:
+        if recorder.result.fake and _shows_memory(func, sys._getframe(1)):
             raise TypeError(f"expected a tensor with memory for {func.__name__}(), got a fake one")
         if isinstance(func, HigherOrderOperator):
             recorder.custom.calls_functions(func.name())

@@ -267,6 +267,10 @@ class Results:
         init: Any = kind.__init__  # type: ignore[misc]
         makes: list[Any] = [kind.__new__, type(kind).__call__]
         is_plain = makes == [object.__new__, type.__call__] and not hasattr(kind, "__del__")
+        fields = getattr(kind, "_fields", None)
+        if issubclass(kind, tuple) and isinstance(fields, tuple):  # a named one
+            named = {**dict(zip(fields, given.first, strict=False)), **given.named}
+            return tuple.__new__(kind, [named.get(name, UNKNOWN) for name in fields])
         if not is_plain or issubclass(kind, nn.Module):
             return UNKNOWN
         made = object.__new__(kind)

@@ -95,6 +95,12 @@ def set_by(found: Any) -> Iterator[types.FunctionType]:
     yield from _users(type(found), "__set__")
 
 
+def of_entry(owner: Any, *, writes: bool) -> Iterator[types.FunctionType]:
+    """Yield the methods of the user's that a subscript calls."""
+    for name in ("__setitem__", "__delitem__") if writes else ("__getitem__",):
+        yield from _users(type(owner), name)
+
+
 def makers_of(kind: type) -> Iterator[types.FunctionType]:
     """Yield the methods of the user's that a call of a class begins with. They may return an object
     that was there before."""
