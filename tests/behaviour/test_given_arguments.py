@@ -27,7 +27,7 @@ class Counts(nn.Module):
         self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
         self.n, self.log, self.hook = 0, [1.0], hook
         self.schedule, self.layer = Schedule(), nn.Threshold(0.1, 1.0)
-        Registry.found = self
+        Registry.found = Single().model = Other().model = self
 
     def __getitem__(self, key: int) -> list[float]:
         return self.log
@@ -58,6 +58,36 @@ class Registry:
     @classmethod
     def one(cls) -> Any:
         return cls.found
+
+
+class Single:
+    """There is one of it."""
+
+    found: ClassVar[Any] = None
+    model: Counts
+
+    def __new__(cls) -> "Single":
+        if cls.found is None:
+            cls.found = super().__new__(cls)
+        one: Single = cls.found
+        return one
+
+
+class OneOfEach(type):
+    """The class of classes that have one object."""
+
+    made: ClassVar[dict[type, Any]] = {}
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls not in cls.made:
+            cls.made[cls] = super().__call__(*args, **kwargs)
+        return cls.made[cls]
+
+
+class Other(metaclass=OneOfEach):
+    """Such a class."""
+
+    model: Counts
 
 
 class Reader:
@@ -193,6 +223,8 @@ LOSSES: list[Callable[[Counts], Loss]] = [
     lambda net: lambda o, t: mse_loss(o, t) * Named(net).value(),
     lambda net: lambda o, t: mse_loss(o, t) * Entries(net.log)[-1],
     lambda net: lambda o, t: mse_loss(o, t) * Registry.one().n,
+    lambda net: lambda o, t: mse_loss(o, t) * Single().model.n,
+    lambda net: lambda o, t: mse_loss(o, t) * Other().model.n,
     lambda net: lambda o, t: mse_loss(o, t) * net.kept(),
     lambda net: lambda o, t: mse_loss(o, t) * net.kept(key="n"),
     lambda net: lambda o, t: mse_loss(o, t) * len(net[0]),

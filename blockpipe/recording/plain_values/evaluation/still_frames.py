@@ -263,7 +263,11 @@ class Results:
         return first if all(one is first for one in others) else UNKNOWN
 
     def _made(self, kind: type, given: Given) -> Any:
-        """Return an object with the attributes that its ``__init__`` sets, which does not run."""
+        """Return an object with the attributes that its ``__init__`` sets, which does not run; or
+        the one that a class has for all."""
+        for method in (type(kind).__call__, kind.__new__):
+            if isinstance(method, types.FunctionType) and is_users(method.__module__):
+                return self.of(method, given.behind(kind))
         init: Any = kind.__init__  # type: ignore[misc]
         makes: list[Any] = [kind.__new__, type(kind).__call__]
         is_plain = makes == [object.__new__, type.__call__] and not hasattr(kind, "__del__")
