@@ -20,7 +20,7 @@ from torch import nn
 from ...._common.libraries import is_users
 from ..syntax.accesses import accesses_of, assignments_of, loops_of, returned_by, sources_of
 from .expressions import Frame, bound_by, members_of, set_by_turn
-from .members import UNKNOWN
+from .members import UNKNOWN, attribute_in, own_attributes
 
 _MOST_TURNS = 32  # of one loop: a guess
 _MOST_RESULTS, _MOST_DEEP = 50, 4  # of calls that are followed: guesses
@@ -70,7 +70,7 @@ class StillFrame:
 
     def entry_of(self, owner: Any, key: Any) -> Any:
         """Return what an object's own method gives for a key."""
-        method = getattr(type(owner), "__getitem__", None)
+        method = attribute_in(type(owner), "__getitem__")
         return self.results.of(method, Given((owner, key), is_all=True))
 
     def of_property(self, found: property, owner: Any) -> Any:
@@ -168,9 +168,8 @@ class Given:
 
     def by_name(self, function: types.FunctionType) -> dict[str, Any]:
         """Return the arguments of a method, without its object, by their names."""
-        return dict(zip(function.__code__.co_varnames[1:], self.first, strict=False)) | {
-            **self.named
-        }
+        names = function.__code__.co_varnames[1:]
+        return {**dict(zip(names, self.first, strict=False)), **self.named}
 
     def to(
         self, function: types.FunctionType, results: Results | None = None, *, is_first: bool
@@ -265,20 +264,21 @@ class Results:
     def _made(self, kind: type, given: Given) -> Any:
         """Return an object with the attributes that its ``__init__`` sets, which does not run; or
         the one that a class has for all."""
-        for method in (type(kind).__call__, kind.__new__):
-            if isinstance(method, types.FunctionType) and is_users(method.__module__):
-                return self.of(method, given.behind(kind))
-        init: Any = kind.__init__  # type: ignore[misc]
-        makes: list[Any] = [kind.__new__, type(kind).__call__]
-        is_plain = makes == [object.__new__, type.__call__] and not hasattr(kind, "__del__")
-        fields = getattr(kind, "_fields", None)
+        new, init = attribute_in(kind, "__new__"), attribute_in(kind, "__init__")
+        fields = attribute_in(kind, "_fields")
         if issubclass(kind, tuple) and isinstance(fields, tuple):  # a named one
             named = {**dict(zip(fields, given.first, strict=False)), **given.named}
             return tuple.__new__(kind, [named.get(name, UNKNOWN) for name in fields])
-        if not is_plain or issubclass(kind, nn.Module):
+        call = attribute_in(type(kind), "__call__")
+        for method in (call, getattr(new, "__func__", new)):
+            if isinstance(method, types.FunctionType) and is_users(method.__module__):
+                return self.of(method, given.behind(kind))
+        is_plain = new is vars(object)["__new__"] and call is vars(type)["__call__"]
+        is_ended = attribute_in(kind, "__del__") is not UNKNOWN  # by code of the user's
+        if not is_plain or is_ended or issubclass(kind, nn.Module):
             return UNKNOWN
         made = object.__new__(kind)
-        space = getattr(made, "__dict__", {})
+        space = own_attributes(made)
         if not isinstance(init, types.FunctionType):
             return made
         if hasattr(kind, "__dataclass_fields__") and not accesses_of(init.__code__):
