@@ -29,8 +29,10 @@ FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
 """The name of the logger that tells of what fake tensors cannot do."""
 
 OpOverload = _ops.OpOverload
-HigherOrderOperator = _ops.HigherOrderOperator  # as torch.cond's and flex_attention's
 """The class of what a dispatch mode is given as ``func``, which has no public name."""
+
+HigherOrderOperator = _ops.HigherOrderOperator
+"""The class of operators that call functions, as ``torch.cond`` and ``flex_attention`` do."""
 
 generator_id: Callable[[torch.Generator], int] = attrgetter("_cdata")
 """Which random generator it is. A dispatch mode is given another Python object in each call, whose

@@ -281,7 +281,8 @@ class Results:
         space = own_attributes(made)
         if not isinstance(init, types.FunctionType):
             return made
-        if hasattr(kind, "__dataclass_fields__") and not accesses_of(init.__code__):
+        is_data = attribute_in(kind, "__dataclass_fields__") is not UNKNOWN
+        if is_data and not accesses_of(init.__code__):
             space.update(given.by_name(init))
             return made
         self._fill(space, made, given.behind(made).to(init, self, is_first=False))
