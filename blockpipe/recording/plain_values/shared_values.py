@@ -10,7 +10,6 @@ sets. Only plain values that outlive the forward count: tensors are checked when
 from __future__ import annotations
 
 import ast
-import inspect
 import os
 import sys
 import threading
@@ -41,7 +40,7 @@ from .evaluation.index_uses import IndexUses
 from .evaluation.members import ALL, TRAINS, UNKNOWN, WHOLE, Names, owners_of, whose
 from .evaluation.registered import places_of
 from .evaluation.sizes import Sizes
-from .evaluation.still_frames import StillFrame
+from .evaluation.still_frames import STOPS, StillFrame
 from .known_values import OF_CHECKPOINT, KnownValues
 from .lost_updates import read_how
 from .missed_branches import MissedBranches
@@ -76,8 +75,6 @@ from .tensors.untaken_branches import UntakenBranches
 from .values import ApartRun, back, frozen
 
 _OF_ARRAY = "the tensor that is made of it shares its memory: make a copy (torch.tensor)"
-
-_STOPS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 class SharedValues:
@@ -188,7 +185,7 @@ class SharedValues:
         elif event == "exception":
             self._branches.raises(frame, argument[0])
         elif event == "return":
-            if not frame.f_code.co_flags & _STOPS:
+            if not frame.f_code.co_flags & STOPS:
                 ran, accesses = self._hops.pop(id(frame)), self._codes[id(frame.f_code)][1]
                 self._branches.look(frame, accesses, ran, Frame(frame, self._functions, None))
                 self._returned[id(caller_of(frame))] = frame.f_code, argument

@@ -25,7 +25,8 @@ from .members import UNKNOWN, attribute_in, own_attributes
 _MOST_TURNS = 32  # of one loop: a guess
 _MOST_RESULTS, _MOST_DEEP = 50, 4  # of calls that are followed: guesses
 _NUMBERS = (bool, int, float, str, type(None))
-_STOPS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+STOPS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+"""The flags of code that stops in between: a generator's, or a coroutine's."""
 _REST: Any = object()  # what a ``*args`` gives of which nothing is known
 
 
@@ -249,7 +250,7 @@ class Results:
     def _returned(self, function: types.FunctionType, given: Given) -> Any:
         code = function.__code__
         returned = returned_by(code)
-        if code.co_flags & _STOPS or not returned:
+        if code.co_flags & STOPS or not returned:
             return UNKNOWN
         parts = (part for node in returned for part in ast.walk(node))
         names = {part.id for part in parts if isinstance(part, ast.Name)}
