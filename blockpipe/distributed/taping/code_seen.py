@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dis
 import os
-import sys
 import types
 from collections.abc import Callable
 from typing import Any, Self
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from ..._common.callsite import users_line
+from ..._common.profilers import calls_seen_by
 from ...recording.reads import mentioned, reads_by_computed_names
 
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
@@ -33,17 +33,15 @@ class CodeSeen:
         self._codes: set[types.CodeType] = set()
         self._apart: set[types.CodeType] = set()  # of the sealed call that began last
         self._all: set[types.CodeType] = set()  # inside of any sealed call, too
-        self._is_blind = False  # somebody else profiles: there is one profiler at a time
+        self._looks = calls_seen_by(self._called)
+        self._is_blind = False  # a profiler is on that cannot pause
 
     def __enter__(self) -> Self:
-        self._is_blind = sys.getprofile() is not None
-        if not self._is_blind:
-            sys.setprofile(self._called)
+        self._is_blind = not self._looks.__enter__()
         return self
 
     def __exit__(self, *failure: object) -> None:
-        if not self._is_blind:
-            sys.setprofile(None)
+        self._looks.__exit__(None, None, None)
 
     def sealed_begins(self) -> None:
         """Note that a sealed call begins."""

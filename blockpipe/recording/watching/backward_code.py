@@ -22,7 +22,9 @@ from torch.autograd import Function
 from torch.autograd.graph import Node
 from torch.utils.hooks import BackwardHook
 
+from ..._common.callsite import users_line
 from ..._common.libraries import is_users
+from ..._common.profilers import calls_seen_by
 from ..._torch.graph import (
     ADD_HOOK,
     NodeHooks,
@@ -37,7 +39,7 @@ from ..._torch.graph import (
 from ...crossing.interception import active_mode
 from ...crossing.tags import TAG, UNCUT, GraphEntry, ParameterHome
 from ...crossing.torch_patches import Replacement
-from ...errors import CrossingError
+from ...errors import CrossingError, StateError
 from ..entries import SharedChange
 from ..outside.code_beside import CodeBeside
 from ..plain_values.evaluation.members import member_of
@@ -369,21 +371,23 @@ def seeing_context() -> Iterator[list[Node]]:
     found: list[Any] = []
 
     def called(frame: types.FrameType, event: str, _: object) -> None:
+        if event != "call" or found:
+            return
         code = frame.f_code
         given = frame.f_locals.get(code.co_varnames[0]) if code.co_varnames else None
         given = given[0] if isinstance(given, tuple) and given else given
-        if event == "call" and isinstance(given, PythonNode):
+        if isinstance(given, PythonNode):
             found.append(given)
-            sys.setprofile(None)
 
-    profiles = sys.getprofile() is not None  # there is one at a time
-    if not profiles:
-        sys.setprofile(called)
-    try:
+    with calls_seen_by(called) as sees:
+        if not sees:
+            raise StateError(
+                "expected no profiler in the first step of a forward that applies an "
+                f"autograd.Function inside of another one, got {sys.getprofile()!r} "
+                f"({users_line()}): its backward cannot be looked at; begin to profile after the "
+                "first step"
+            )
         yield found
-    finally:
-        if not profiles:
-            sys.setprofile(None)
 
 
 def tensors_bound_to(function: Callable[..., Any]) -> Iterator[Tensor]:

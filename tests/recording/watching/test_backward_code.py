@@ -1,6 +1,8 @@
 """State of the code that autograd calls in a backward: no backward runs in a recording."""
 
 import copy
+import cProfile
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -182,6 +184,22 @@ def test_code_of_a_backward_that_shares_a_value_with_a_forward_is_refused(
     """Later forwards come before a backward, and in the plain loop after it."""
     with pytest.raises(StateError, match=what):
         _step(kind())
+
+
+def test_a_backward_that_a_profiler_looks_at_is_looked_at_as_well() -> None:
+    profiler = cProfile.Profile()
+    profiler.enable()
+    try:
+        with pytest.raises(StateError, match=_SEEN):
+            _step(CountsInReentrant())
+    finally:
+        profiler.disable()
+
+
+def test_a_profiler_that_leaves_no_room_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "getprofile", object)
+    with pytest.raises(StateError, match="begin to profile after the first step"):
+        _step(CountsInReentrant())
 
 
 class Scaled(Function):
