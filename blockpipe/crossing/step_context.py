@@ -70,6 +70,7 @@ class KnownForward:
         sealed_forwards: is entered again where a part of a forward is run again.
         waiting: names of torch functions that wait for a device.
         hops_rerunning_forward: hops with functions that may read twice what they saved.
+        code_in_backward: hops in whose backward autograd calls code of the user's.
         custom_functions: names of the custom functions that the recording met.
     """
 
@@ -79,6 +80,7 @@ class KnownForward:
     sealed_forwards: AbstractContextManager[None] = field(default_factory=nullcontext)
     waiting: Collection[str] = ()
     hops_rerunning_forward: Collection[int] = ()
+    code_in_backward: Collection[int] = ()
     custom_functions: Collection[str] = ()
 
 

@@ -327,7 +327,8 @@ def _check(recording: Recording) -> None:
         raise PlanError("; ".join([*idle, *recording.unreached]))
     problems = [
         f"{held.name!r} is written by the forward and read on stages "
-        f"{sorted({held.stage, *held.also_read_on})} ({held.where})"
+        f"{sorted({held.stage, *held.also_read_on, *(recording.route[hop] for hop in held.hops)})} "
+        f"({held.where})"
         for held in recording.shared_state
     ]
     problems += [

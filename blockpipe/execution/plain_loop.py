@@ -109,7 +109,7 @@ class PlainLoop:
         state.shared_arguments.check(batch, versions)
         state.randomness.leave(m, 0)
         check_differentiable(loss)
-        result = state.results[m] = MicrobatchResult(loss.detach())
+        result = state.results[m] = MicrobatchResult(loss.detach().clone())
         if "outputs" in self._request.want:
             result.outputs = detached(output)
             result.on_host = [

@@ -164,6 +164,7 @@ class Prepared:
             sealed_forwards=self.sealed_forwards,
             waiting={*self.recording.waiting, *ASKS_HOST} if self.is_asynchronous else (),
             hops_rerunning_forward={hop.index for hop in hops if hop.reruns_forward},
+            code_in_backward=self.recording.code_in_backward,
             custom_functions=self.recording.custom_functions,
         )
 

@@ -37,12 +37,17 @@ def check_shared_state(recording: Recording, schedule: ScheduleOption) -> None:
         on = [held.stage, *held.also_read_on]
         if schedule == "uncut" or (schedule == "sequential" and len(on) == 1):
             continue
-        remedy = "'sequential'" if len(on) == 1 else "'uncut'"
+        schedules = "'sequential'" if len(on) == 1 else "'uncut'"
         what = "buffer" if held.is_buffer else "parameter"
+        stages = sorted({*on, *(recording.route[hop] for hop in held.hops)})
+        view, remedy = "", "read and write it on one hop"
+        if held.view_read:
+            view = f", a view of it at {held.view_read}"
+            remedy = f"let view.clone() cross, {remedy}"
         raise StateError(
             f"{what} {held.name!r} is written by the forward and read on hops {held.hops} "
-            f"(stages {on}; {held.where}): micro-batches under way at once would mix in it; "
-            f"read and write it on one hop, or use schedule={remedy}"
+            f"(stages {stages}; {held.where}{view}): micro-batches under way at once would mix in "
+            f"it; {remedy}, or use schedule={schedules}"
         )
     for shared in recording.shared_changes:
         if schedule not in ("uncut", "sequential"):

@@ -113,6 +113,7 @@ class TensorInfo:
         also_read_on: the other stages that read it.
         written: whether the forward writes to it in place.
         where: the line that reads it first.
+        view_read: the line that reads a view of it on another hop than the view's; empty: none.
 
     Example:
         >>> import torch, blockpipe as bp
@@ -137,6 +138,7 @@ class TensorInfo:
     also_read_on: list[int] = field(default_factory=list)
     written: bool = False
     where: str = ""
+    view_read: str = ""
 
     @property
     def name(self) -> str:

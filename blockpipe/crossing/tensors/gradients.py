@@ -156,6 +156,8 @@ class Gradients:
             run_whole(graph)
             self._drop_saved(hop)
         self._step.sent_back.settle(hop)  # of the micro-batch before
+        if hop in self._step.known.code_in_backward:
+            _copy_each(graph)
         after = self._step.mark(self._step.route[hop]) if graph.crossings else None
         for crossing in graph.crossings:
             slot = crossing.slot
@@ -202,3 +204,11 @@ class Gradients:
         self.offload = None
         self.graphs.clear()
         self._weights.clear()
+
+
+def _copy_each(graph: HopGraph) -> None:
+    """Put a copy in the place of each gradient that will be sent: the user's code that autograd has
+    called may keep its memory, and write there for the next micro-batch."""
+    for crossing in graph.crossings:
+        if crossing.slot.gradient is not None:
+            crossing.slot.gradient = crossing.slot.gradient.clone()

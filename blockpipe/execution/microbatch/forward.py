@@ -175,7 +175,7 @@ class MicrobatchForward:
         if loss is not None:
             loss = run.newest(loss)
             check_differentiable(loss)
-            result.loss = loss.detach()
+            result.loss = loss.detach().clone()  # the loss function may go on with its memory
             if self._request.weights[m]:  # otherwise it adds nothing, but 0 * NaN would be NaN
                 root = self._state.root(m, result.loss)
                 run.add_root(run.hop_of(loss), edge_of(loss), root)

@@ -45,8 +45,8 @@ def sort_of(value: Any, depth: int = _DEPTH) -> Any:
         value = value.loss_fn
     if value is None or isinstance(value, bool | str | type):
         return value
-    if depth and isinstance(value, types.FunctionType):
-        return value.__code__, *_of_function(value, depth - 1)
+    if isinstance(value, types.FunctionType):
+        return value.__code__, *(_of_function(value, depth - 1) if depth else ())
     if depth and isinstance(value, types.MethodType):
         return sort_of(value.__func__, depth), sort_of(value.__self__, depth)
     if depth and isinstance(value, functools.partial):
@@ -56,7 +56,7 @@ def sort_of(value: Any, depth: int = _DEPTH) -> Any:
         members = [*(value.values() if isinstance(value, dict) else value)]
         return type(value), frozenset(sort_of(one, depth - 1) for one in members)
     if isinstance(value, nn.Module):
-        hooks = frozenset(sort_of(hook, depth - 1) for hook in _hooks_inside(value))
+        hooks = frozenset(sort_of(hook, max(depth - 1, 0)) for hook in _hooks_inside(value))
         return type(value), frozenset(_types_inside(value)), hooks, *_of_object(value, depth)
     if depth and is_users(type(value).__module__):
         return type(value), *_of_object(value, depth)

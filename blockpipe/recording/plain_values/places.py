@@ -26,7 +26,7 @@ from ..._torch.modules import children_of, parameters_of, slots_of
 from ...crossing.tags import TAG, latest
 from ...restoring.contents import is_of_c
 from ...restoring.holders import DictHolder, Holder
-from ...restoring.iterators import BOUND, advances
+from ...restoring.iterators import BOUND, advances, is_iterator
 from ...stages.cursor import is_of_microbatch
 from .evaluation.by_call import ASKS
 from .evaluation.expressions import Frame
@@ -58,6 +58,9 @@ _SHARE_MEMORY = (
 )
 
 _NO_METHODS = ("builtins", "abc", "typing", "enum", *_HAND_BACK)  # that read what objects hold
+
+_NOTHING: dict[str, object] = {}
+_VIEWS_OF_DICT = (type(_NOTHING.keys()), type(_NOTHING.values()), type(_NOTHING.items()))
 
 # Functions that read a container, and nothing in what it holds.
 _TAKE_AS_IT_IS = (len, bool, iter, list, tuple, reversed, dict)
@@ -311,6 +314,7 @@ def read_inside(access: Access, value: Any, owner: Any, frame: Frame) -> Iterato
         frame: the frame that it is in.
     """
     yield from asked_for(access, value, frame)
+    yield from ((one, ALL) for one in _run_over(value))
     is_entry = isinstance(access.node, ast.Subscript)
     if is_entry and is_of_library(owner):  # whose own method gives it
         yield from ((one, ALL) for one in inside(owner))
@@ -324,6 +328,23 @@ def read_inside(access: Access, value: Any, owner: Any, frame: Frame) -> Iterato
     elif _is_users_object(held) and _takes_apart(function):
         # All that the object has: dataclasses.astuple(state).
         yield from ((one, ALL) for one in inside([*own_attributes(held).values()]))
+
+
+def _run_over(value: Any) -> Iterator[Any]:
+    """Yield the containers that an iterator of Python's looks into when it goes on, or that a view
+    of a dictionary shows."""
+    level = [value] if _is_lazy(value) else []
+    for _ in range(_MOST_NESTED):
+        level = [one for lazy in level for one in gc.get_referents(lazy)[:_MOST_INSIDE]]
+        level += [one for several in level if type(several) is tuple for one in several]  # zip's
+        yield from (one for one in level if isinstance(one, CONTENTS) or is_array(one))
+        level = [one for one in level if _is_lazy(one)]
+
+
+def _is_lazy(value: Any) -> bool:
+    """Return whether it is such an iterator, or view. The code of a generator is seen itself."""
+    is_own = isinstance(value, types.GeneratorType | types.CoroutineType)
+    return type(value) in _VIEWS_OF_DICT or (is_iterator(value) and not is_own)
 
 
 def _is_opened(access: Access, held: Any, frame: Frame) -> bool:

@@ -37,6 +37,7 @@ from .drawn_numbers import DrawnNumbers, draws_from
 from .evaluation.by_call import asked_by_call, set_by_call, set_by_method
 from .evaluation.expressions import Frame, caller_of
 from .evaluation.index_uses import IndexUses
+from .evaluation.loops import Loops
 from .evaluation.members import ALL, TRAINS, UNKNOWN, WHOLE, Names, owners_of, whose
 from .evaluation.registered import places_of
 from .evaluation.sizes import Sizes
@@ -125,6 +126,7 @@ class SharedValues:
         self._cached: list[Any] = []  # kept alive
         self._returned: dict[int, tuple[types.CodeType, Any]] = {}  # by the id of a frame
         self._hops: dict[int, dict[int, int]] = {}  # of each frame's instructions
+        self._loops = Loops()
         self._taken_in = TakenIn(put_back, self._lasting)
         self._used_up = found_among(holders)  # refused if the forward uses them, by id
         self._stays: Effect | None = None  # the first that cannot be put back
@@ -162,8 +164,8 @@ class SharedValues:
         code = frame.f_code
         if id(code) not in self._codes:
             is_traced = is_users(frame.f_globals.get("__name__"))
-            of_library = self.known.libraries.asks(code) or None
-            self._codes[id(code)] = code, accesses_of(code) if is_traced else of_library
+            accesses = accesses_of(code) if is_traced else self.known.libraries.asks(code) or None
+            self._codes[id(code)] = code, accesses
         if (accesses := self._codes[id(code)][1]) is None or self._collecting.now:
             return None
         if accesses is True:
@@ -178,10 +180,11 @@ class SharedValues:
     def _ran(self, frame: types.FrameType, event: str, argument: Any) -> Any:
         self._pending.end(id(frame))
         if event == "opcode":
-            accesses = self._codes[id(frame.f_code)][1].get(frame.f_lasti)
-            if accesses:
+            if accesses := self._codes[id(frame.f_code)][1].get(frame.f_lasti):
                 self._hops[id(frame)][frame.f_lasti] = hop = self._hop()
                 self._note_all(accesses, frame, hop)
+            if again := self._loops.goes_on(frame, self._hop):
+                self._note_all(again, frame, self._hop())
         elif event == "exception":
             self._branches.raises(frame, argument[0])
         elif event == "return":

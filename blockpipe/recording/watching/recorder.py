@@ -248,6 +248,7 @@ class Recorder:
         if tag is not None and tag.key is self.key and not tag.is_constant(newest):
             self.calls.read_ungiven(key, newest, tag, line())
         if self.run.is_foreign(newest):
+            self.read_view(newest)
             what = "a tensor" if held is None else held.name
             for call in self.calls.not_given(key, id(newest)):
                 call.open(f"it reads {what} of another stage, no argument ({line()})")
@@ -301,6 +302,15 @@ class Recorder:
             if held.is_buffer:
                 call.buffers.add(held.name)
 
+    def read_view(self, tensor: Tensor) -> None:
+        """Note that another hop's tensor is read: if it is a view of what lasts, so is that."""
+        for base in self.late.memory.behind(tensor):
+            if (held := self.held.get(id(base))) is None:
+                self.outside_tensors.read(base, self.hop)
+            elif self.hop not in held.hops:
+                held.hops.append(self.hop)
+                held.view_read = held.view_read or users_line()
+
     def has_made(self, tensor: Tensor) -> bool:
         """Return whether this forward made a tensor."""
         return is_made_by(tensor, self.key)
@@ -332,22 +342,11 @@ class Recorder:
 
     def imported(self, tensor: Tensor, home_hop: int, name: str | None) -> None:
         """Write down that a tensor was copied to this hop."""
-        stage = self.step.route[home_hop]
-        self.result.crossings.append(
-            CrossingInfo(
-                home_hop,
-                self.hop,
-                stage,
-                self.stage,
-                shape_of(tensor),
-                dtype_text(tensor.dtype),
-                size_of(tensor),
-                tensor.requires_grad and self.step.graphs.differentiable,
-                name,
-                users_line(),
-                self.calls.innermost,
-            )
-        )
+        way = home_hop, self.hop, self.step.route[home_hop], self.stage
+        what = shape_of(tensor), dtype_text(tensor.dtype), size_of(tensor)
+        grad = tensor.requires_grad and self.step.graphs.differentiable
+        here = users_line(), self.calls.innermost
+        self.result.crossings.append(CrossingInfo(*way, *what, grad, name, *here))
 
     # --- module calls
 

@@ -206,7 +206,9 @@ def _run(model: nn.Module, inputs: Any, recorder: Recorder, values: SharedValues
                 output = model(*args, **kwargs)
             recorder.run.notice_writes()
             for tensor in tensors(output):
-                recorder.run.newest(tensor)
+                newest = recorder.run.newest(tensor)
+                if recorder.run.is_foreign(newest):
+                    recorder.read_view(newest)
     return output
 
 

@@ -233,3 +233,19 @@ def test_what_is_around_a_step_may_begin_to_read(place: str, begins: int):
 
     with pytest.raises(StateError, match="changes attribute 'mean' of the model"):
         steps()
+
+
+def test_a_hook_that_leads_to_the_model_again_has_an_end() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), bp.BeginBlock(nn.Linear(4, 4), stage=1))
+    seen: dict[str, Tensor] = {}
+    net[0].register_forward_hook(lambda *given: seen.__setitem__(str(len(net)), given[2]))
+    trainer = type("Trainer", (), {"net": net})()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return mse_loss(output, target) * len(trainer.net)
+
+    assert sort_of(loss) == sort_of(loss)
+    net[0].register_forward_hook(lambda *given: None)
+    x = torch.ones(8, 4)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    assert pipe.forward_backward(x, target=x, loss_fn=loss).loss.isfinite()

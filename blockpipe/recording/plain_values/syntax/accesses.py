@@ -27,7 +27,7 @@ from .effects import (
     name_called,
     writes_in_place,
 )
-from .nodes import Node, lines_of, nodes_of
+from .nodes import Node, lines_of, nodes_of, span_of
 from .uses import (
     Use,
     goes_back,
@@ -124,6 +124,30 @@ def accesses_of(code: types.CodeType) -> Mapping[int, list[Access]]:
                     if isinstance(node, ast.Call) and access.node is not node:  # ``next``
                         found[instruction.offset].append(_any_call(node, outer, access.is_said))
     return found
+
+
+@functools.lru_cache(1_000)
+def looked_into_again(code: types.CodeType) -> Mapping[int, list[Access]]:
+    """Return what the loops of a function's code run over, by the offsets of the instructions that
+    take the next element: it is looked into there, maybe on a later stage."""
+    nodes, found = nodes_of(code), dict[int, list[Access]]()
+    accesses = [a for many in accesses_of(code).values() for a in many if a.use is Use.READ]
+    reads = {id(a): (a, span_of(a.node)) for a in accesses if a.reads and not a.writes}
+    for instruction in dis.get_instructions(code) if nodes.by_end else ():
+        if instruction.opname != "FOR_ITER" or instruction.positions is None:
+            continue
+        looked_into = nodes.runs_over.get((*instruction.positions,), ())
+        parts = {span_of(p) for n in looked_into for p in ast.walk(n) if isinstance(p, ast.expr)}
+        inside = (access for access, span in reads.values() if span in parts)
+        found[instruction.offset] = [a for a in inside if not (a.is_call and _sets(a.node))]
+        if ".0" in code.co_varnames and looked_into:  # of a comprehension: an iterator
+            given = ast.copy_location(ast.Name(".0", ast.Load()), looked_into[0])
+            found[instruction.offset].append(Access(given, True, False))
+    return found
+
+
+def _sets(node: ast.expr) -> bool:
+    return name_called(node) in _CHANGES
 
 
 def _each_alternative(access: Access) -> Iterator[Access]:

@@ -18,6 +18,14 @@ def tests_in(node: ast.AST) -> Iterator[ast.expr]:
         yield from (case.guard for case in node.cases if case.guard is not None)
 
 
+def loops_in(node: ast.AST) -> Iterator[ast.expr]:
+    """Yield what a loop, or a comprehension, runs over."""
+    if isinstance(node, ast.For | ast.AsyncFor):
+        yield node.iter
+    elif isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+        yield from (one.iter for one in node.generators)
+
+
 @dataclass(frozen=True)
 class Condition:
     """A condition, and the code that runs if it is true, or if it is not."""

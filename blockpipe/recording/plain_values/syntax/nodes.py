@@ -7,15 +7,17 @@ import re
 import types
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 from ...._common.code import parsed, source_of
 from .bindings import assigned, bound, captured, stored
-from .branches import Condition, Turn, conditions_in, tests_in, turns_in
+from .branches import Condition, Turn, conditions_in, loops_in, tests_in, turns_in
 from .effects import name_called
 from .uses import is_said_in
 
 Node = ast.Attribute | ast.Subscript | ast.Name | ast.Call
 _FORMATS = frozenset(["str", "repr", "format", "int", "float", "round", "bool"])
+Span = tuple[int | None, int | None, int | None, int | None]  # of dis.Positions
 Place = tuple[Node, tuple[ast.AST, ...]]  # an expression, and what is around it
 
 _LOADS_TWO = re.compile("_FAST(_BORROW)?_LOAD_FAST")
@@ -40,6 +42,8 @@ class Nodes:
         notes: the statements that only print or log, or only make a text or a number for an
             attribute: their first and last positions, and its name.
         containers: by their ends, the containers in which members are looked for.
+        runs_over: what loops run over, by where an instruction of theirs says it is: at the whole
+            loop, and from 3.12 on at what it runs over.
     """
 
     by_end: dict[tuple[int | None, int | None], list[Place]]
@@ -54,6 +58,7 @@ class Nodes:
     contexts: list[ast.expr] = field(default_factory=list)
     notes: list[tuple[tuple[int, int], tuple[int, int], str]] = field(default_factory=list)
     containers: dict[tuple[int | None, int | None], ast.expr] = field(default_factory=dict)
+    runs_over: dict[Span, list[ast.expr]] = field(default_factory=lambda: defaultdict(list))
 
     def of(self, instruction: dis.Instruction) -> list[Place]:
         """The expressions that end where an instruction says it is, and the second variable of
@@ -67,6 +72,12 @@ class Nodes:
         second = [place for place in self.on_line[line] if place[0].id == instruction.argval[1]]
         second.sort(key=lambda place: abs(place[0].col_offset - (column or 0)))
         return [*found, *second[:1]]
+
+
+def span_of(node: ast.AST) -> Span:
+    """Return where an expression or a statement is, as the instructions of its code say it."""
+    part: Any = node
+    return part.lineno, part.end_lineno, part.col_offset, part.end_col_offset
 
 
 def lines_of(code: types.CodeType) -> set[int]:
@@ -94,6 +105,9 @@ def _nodes_in(source: str) -> Nodes:
                 found.on_line[node.lineno].append((node, outer))
         elif isinstance(node, ast.Compare) and isinstance(node.ops[-1], ast.In | ast.NotIn):
             found.containers[node.end_lineno, node.end_col_offset] = node.comparators[-1]
+        for loop in loops_in(node):
+            for around in (node, loop):
+                found.runs_over[span_of(around)].append(loop)
         found.tests += tests_in(node)
         found.conditions += conditions_in(node)
         found.turns += turns_in(node)
