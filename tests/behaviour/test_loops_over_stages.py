@@ -77,12 +77,17 @@ class ByNext(Layers):
 
 def _generated(net: Layers) -> Iterator[tuple[Any, float]]:
     for layer, scale in zip(net.layers, net.scales, strict=True):
-        yield layer, scale
+        yield layer, scale * 1.0
+
+
+def _handed_on(net: Layers) -> Iterator[tuple[Any, float]]:
+    yield from zip(net.layers, net.scales, strict=True)
 
 
 RUNS: dict[str, Callable[[Any], Any]] = {
     "zip": lambda s: zip(s.layers, s.scales, strict=True),
     "generator": _generated,
+    "yield from": _handed_on,
     "expression": lambda s: (
         (layer, scale) for layer, scale in zip(s.layers, s.scales, strict=True)
     ),

@@ -193,10 +193,10 @@ class KnownValues:
             known = self.at(owner, key)
         if known is not None and not (known.is_traced and key is not None):
             known.set_on |= hops
+            known.written_on |= hops
             known.first_write = known.first_write or where
             # What TorchScript has made does not say which micro-batch it is of.
-            is_scripted = isinstance(owner, torch.jit.ScriptModule)
-            known.is_bare = known.is_bare or is_scripted
+            known.is_bare |= isinstance(owner, torch.jit.ScriptModule)
 
     def sets(self, first: Container[int]) -> dict[int, str]:
         """Return the objects that are set, by the numbers of :func:`space_of`, in words.

@@ -413,6 +413,8 @@ def used_by(access: Access, value: Any, owner: Any, frame: Frame) -> Iterator[tu
         return
     if access.use in (Use.WRITE, Use.BOTH) and is_of_library(value):
         yield from ((access.use, one) for one in inside(value))
+    if access.writes and isinstance(access.node, ast.Subscript) and is_of_library(owner):
+        yield from ((Use.WRITE, one) for one in inside(owner))
     if access.reads and isinstance(access.node, ast.Subscript) and isinstance(owner, defaultdict):
         key = frame.key(access.node.slice)
         if key is UNKNOWN or not dict.__contains__(owner, key):

@@ -263,6 +263,9 @@ class SharedValues:
             owner, key, access = entry_of(access, frame, owner, key)
         if (owner is None or hands_on(owner, key)) and access.reads and not access.is_said:
             self._reads_any(read_of_unknown(access, frame, self._is_lasting), access, frame, hop)
+        for use, held in used_by(access, value, owner, frame):
+            if self._all_lasts or id(held) in self._lasting:
+                self._uses(replace(access, use=use), held, frame, hop)
         if key is UNKNOWN:
             return  # of a function that is not running: it sets an entry by an argument
         self._cached += frame.kept
@@ -286,9 +289,6 @@ class SharedValues:
                 self.known.at(value, ALL).held_by = owner, key
         if access.reads and not access.is_said:
             self._note_inside(access, value, owner, frame, hop)
-        for use, held in used_by(access, value, owner, frame):
-            if self._all_lasts or id(held) in self._lasting:
-                self._uses(replace(access, use=use), held, frame, hop)
 
     def _finds(self, access: Access, frame: Frame, owner: Any, value: Any) -> None:
         """Note where the forward finds a value, and what it does to it."""

@@ -30,6 +30,7 @@ from .members import (
     WHOLE,
     Names,
     attribute_in,
+    makes_new,
     member_of,
     own_attributes,
 )
@@ -150,6 +151,8 @@ class Frame:
         if isinstance(found, classmethod):
             kind = owner if isinstance(owner, type) else type(owner)
             return types.MethodType(found.__func__, kind)
+        if isinstance(found, functools._lru_cache_wrapper):
+            found = found.__wrapped__ if own_attributes(owner).get(node.attr) is None else found
         is_method = isinstance(found, types.FunctionType) and (
             not isinstance(owner, type | types.ModuleType)
             and node.attr not in own_attributes(owner)
@@ -245,7 +248,7 @@ class Frame:
             owner, key = self.evaluated(node.value), node.attr
             if owner is UNKNOWN and isinstance(node.value, ast.Call):
                 made = self.evaluated(node.value.func)  # by its class: ``Options().scale``
-                owner = made if isinstance(made, type) else UNKNOWN
+                owner = made if isinstance(made, type) and makes_new(made) else UNKNOWN
         elif isinstance(node, ast.Subscript):
             if access.writes and getattr(node.value, "attr", "") == "__kwdefaults__":
                 return self.evaluated(node.value.value), ALL, UNKNOWN  # type: ignore[attr-defined]

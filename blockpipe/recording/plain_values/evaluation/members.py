@@ -114,6 +114,13 @@ def owners_of(owner: Any, key: Any, *, lasts: bool = True) -> Iterator[Any]:
                 return
 
 
+def makes_new(kind: type) -> bool:
+    """Return whether each call of a class makes another object: it has no code of its own that
+    may give one for all."""
+    is_plain = attribute_in(kind, "__new__") is vars(object)["__new__"]
+    return is_plain and attribute_in(type(kind), "__call__") is vars(type)["__call__"]
+
+
 def attribute_in(owner: Any, name: Any) -> Any:
     """Return what ``owner.name`` is: of a mapping, a method, if it has one of that name."""
     is_method = isinstance(owner, Mapping) and hasattr(type(owner), str(name))

@@ -20,7 +20,7 @@ from torch import nn
 from ...._common.libraries import is_users
 from ..syntax.accesses import accesses_of, assignments_of, loops_of, returned_by, sources_of
 from .expressions import Frame, bound_by, members_of, set_by_turn
-from .members import UNKNOWN, attribute_in, own_attributes
+from .members import UNKNOWN, attribute_in, makes_new, own_attributes
 
 _MOST_TURNS = 32  # of one loop: a guess
 _MOST_RESULTS, _MOST_DEEP = 50, 4  # of calls that are followed: guesses
@@ -274,9 +274,8 @@ class Results:
         for method in (call, getattr(new, "__func__", new)):
             if isinstance(method, types.FunctionType) and is_users(method.__module__):
                 return self.of(method, given.behind(kind))
-        is_plain = new is vars(object)["__new__"] and call is vars(type)["__call__"]
         is_ended = attribute_in(kind, "__del__") is not UNKNOWN  # by code of the user's
-        if not is_plain or is_ended or issubclass(kind, nn.Module):
+        if not makes_new(kind) or is_ended or issubclass(kind, nn.Module):
             return UNKNOWN
         made = object.__new__(kind)
         space = own_attributes(made)

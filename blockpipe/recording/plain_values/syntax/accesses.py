@@ -134,7 +134,7 @@ def looked_into_again(code: types.CodeType) -> Mapping[int, list[Access]]:
     accesses = [a for many in accesses_of(code).values() for a in many if a.use is Use.READ]
     reads = {id(a): (a, span_of(a.node)) for a in accesses if a.reads and not a.writes}
     for instruction in dis.get_instructions(code) if nodes.by_end else ():
-        if instruction.opname != "FOR_ITER" or instruction.positions is None:
+        if instruction.opname not in ("FOR_ITER", "SEND") or instruction.positions is None:
             continue
         looked_into = nodes.runs_over.get((*instruction.positions,), ())
         parts = {span_of(p) for n in looked_into for p in ast.walk(n) if isinstance(p, ast.expr)}

@@ -19,11 +19,13 @@ def tests_in(node: ast.AST) -> Iterator[ast.expr]:
 
 
 def loops_in(node: ast.AST) -> Iterator[ast.expr]:
-    """Yield what a loop, or a comprehension, runs over."""
+    """Yield what a loop, a comprehension, or ``yield from`` runs over."""
     if isinstance(node, ast.For | ast.AsyncFor):
         yield node.iter
     elif isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
         yield from (one.iter for one in node.generators)
+    elif isinstance(node, ast.YieldFrom):
+        yield node.value
 
 
 @dataclass(frozen=True)
