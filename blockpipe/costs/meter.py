@@ -74,6 +74,7 @@ class Meter(DispatchMode):
         gathers: called for each operation that several processes make together; returns whether to
             leave it out here, and to go on with what this process has. ``None``: they are made.
         computes: called with the function by which an operator of the user's computes.
+        made: called with the result of each operation, and its arguments.
     """
 
     supports_higher_order_operators = True
@@ -99,6 +100,7 @@ class Meter(DispatchMode):
         self.fills = fills
         self.reading = reading
         self.gathers: Callable[[], bool] | None = None
+        self.made: Callable[[Any, Any], None] | None = None
         self.computes: Callable[[Callable[..., Any]], None] | None = None
 
     def __torch_dispatch__(
@@ -132,6 +134,8 @@ class Meter(DispatchMode):
         result = made_alone(func, args, kwargs) if is_alone else func(*args, **kwargs)
         if func is _aten.mkldnn_rnn_layer.default:
             result = _with_workspace(result, *args)
+        if self.made is not None:
+            self.made(result, (args, kwargs))
         computes = isinstance(result, Tensor | tuple | list)  # no question, such as for a device
         if self.spent is not None and computes:
             work = seen(func, args, kwargs, result)

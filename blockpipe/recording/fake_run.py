@@ -44,7 +44,8 @@ from .sample import RecordRequest, signature
 from .second_run import looked_at_twice
 from .watching.closed_modules import closed_to_others
 from .watching.failed_threads import FailedThreads
-from .watching.watched_run import counting_writes, hooked, run_watched
+from .watching.saved_tensors import hooked
+from .watching.watched_run import counting_writes, run_watched
 
 R = TypeVar("R")
 

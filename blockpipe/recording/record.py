@@ -41,7 +41,8 @@ from .recording import Recording
 from .sample import RecordRequest, check_initialized, remedy, signature, what_failed
 from .second_run import looked_at_twice
 from .watching.closed_modules import closed_to_others
-from .watching.watched_run import counting_writes, hooked, run_watched
+from .watching.saved_tensors import hooked
+from .watching.watched_run import counting_writes, run_watched
 
 _log = logging.getLogger(__name__)
 

@@ -40,6 +40,7 @@ from .costs import RecordedWork
 from .custom_functions import AppliedFunctions
 from .draws import RandomDraws, line
 from .late.late_backwards import LateBackwards
+from .late.writes_inside import WritesInside
 from .saved_tensors import Activations
 from .watched_cursor import WatchedCursor
 
@@ -93,6 +94,7 @@ class Recorder:
         self.outsiders: list[tuple[Tensor, int]] = []  # what an operation may write to
         self.outside_tensors = OutsideTensors()
         self.late: LateBackwards
+        self.inside: WritesInside
         self.check_interrupts: Callable[[], None]
         self.changes: SharedChanges
         self.outside: OutsideState
@@ -197,8 +199,7 @@ class Recorder:
         cursor = self.cursor
         is_between = not cursor.in_scope and (not cursor.is_marked or cursor.block_ended)
         if is_between and cursor.follow_marks:  # else a plan says where everything is
-            mark = cursor.mark
-            after = mark.where if mark is not None else None
+            after = None if cursor.mark is None else cursor.mark.where
             note_unmarked(self.result.unmarked, self.stage, users_line(), after)
         innermost = self.calls.innermost
         self.activations.at(hop, innermost, self.segments.current.index)
@@ -236,7 +237,7 @@ class Recorder:
         """Note where a tensor that is read comes from, and what that means for the calls."""
         key = id(tensor)
         if (held := self.held.get(key)) is not None:
-            self._note_read(tensor, held)
+            self.note_read(tensor, held)
         elif getattr(tensor, TAG, None) is not None and self.outside_tensors.knows(tensor):
             # A real run wrote to it, and it became this micro-batch's.
             self.outside_tensors.read(tensor, self.hop)
@@ -286,7 +287,7 @@ class Recorder:
         sources, segment = tuple(self._sources.values()), self.segments.current.index
         return RecordedTag(self.key, self.hop, self.stage, calls, sources, segment)
 
-    def _note_read(self, tensor: Tensor, held: TensorInfo) -> None:
+    def note_read(self, tensor: Tensor, held: TensorInfo) -> None:
         if held.hop is None:
             held.hop, held.stage, held.where = self.hop, self.stage, users_line()
             self.step.homes[id(tensor)] = ParameterHome(tensor, self.hop, self.stage, held.name)
@@ -425,7 +426,7 @@ class Recorder:
                     call.buffers.add(held.name)
             elif held is not None:
                 if held.hop is None:
-                    self._note_read(tensor, held)
+                    self.note_read(tensor, held)
                 self.custom.read_parameter(held)
 
     def looked_at_graph(self, tensor: Tensor, hook: object) -> None:

@@ -20,6 +20,7 @@ from ...costs.work import size_of
 from ...crossing.recompute import Recomputable
 from ..calls import Call, Saved
 from ..entries import ActivationBytes, Hop
+from ..recording import Recording
 
 _Key = int  # a storage's
 _FEW = 8  # storages whose sizes are kept
@@ -257,3 +258,21 @@ def key_of(tensor: Tensor) -> _Key | None:
 
 def _unpack(packed: Packed) -> Tensor:
     return packed.tensor
+
+
+class HooksRefusedError(Exception):
+    """A module's forward, or a function, that cannot run under saved-tensor hooks."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.path = path
+
+
+def hooked(attempt: Callable[[frozenset[str]], Recording]) -> Recording:
+    """Record, without saved-tensor hooks in those calls that turn out not to allow them."""
+    unhookable: frozenset[str] = frozenset()
+    while True:
+        try:
+            return attempt(unhookable)
+        except HooksRefusedError as refused:
+            unhookable |= {refused.path}

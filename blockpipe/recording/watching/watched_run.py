@@ -56,10 +56,11 @@ from .held import held_tensors, hops_reading
 from .late.lasting_memory import LastingMemory
 from .late.late_backwards import LateBackwards
 from .late.late_reads import LateReads
+from .late.writes_inside import WritesInside
 from .mode import PackingSeen, RecordedForward, RecordingMode, SwapsSeen
 from .read_beside import ReadBeside
 from .recorder import Recorder
-from .saved_tensors import Activations
+from .saved_tensors import Activations, HooksRefusedError
 from .watched_cursor import WatchedCursor, passed_over, unreached
 
 
@@ -106,6 +107,7 @@ def run_watched(
         set_cursor(before)
         recorder.activations.on_saved = None  # a graph that stays keeps the hooks
         recorder.late.forget()
+        recorder.inside.forget()
         recorder.abandon()
     if not result.hops:
         result.hops.append(Hop(0, 0, None, "the start"))
@@ -162,6 +164,13 @@ def _watching(request: RecordRequest, result: Recording, holders: list[Holder]) 
     reads = LateReads(memory, *around)
     told = recorder.hop_here, recorder.wrote_unseen
     recorder.late = LateBackwards(recorder.held, memory, reads, *told)
+    recorder.inside = WritesInside(
+        *(memory, recorder.held, recorder.outside_tensors),
+        hop=lambda: recorder.hop,
+        is_inside=lambda: recorder.run.sealed > 0 or reads.packing > 0,
+        reads=recorder.note_read,
+        stand_in=recorder.stand_in,
+    )
     activations.on_saved = reads.saved if graphs.differentiable else None
     recorder.changes, recorder.outside = SharedChanges(model), OutsideState(holders, modules)
     recorder.backward_code.beside = CodeBeside(modules)
@@ -187,7 +196,7 @@ def _run(model: nn.Module, inputs: Any, recorder: Recorder, values: SharedValues
     """Call the model while all watchers run, and return its output."""
     args, kwargs = inputs
     meter = Meter(recorder.costs.spent, recorder.costs.waited, *_told_below(recorder))
-    meter.gathers = partial(_gathers, recorder)
+    meter.gathers, meter.made = partial(_gathers, recorder), recorder.inside.made
     meter.computes = lambda body: recorder.backward_code.computes(body, max(recorder.hop, 0))
     about, modules = f"recording {recorder.result.model}", sum(1 for _ in model.modules())
     with Progress(about, modules, "module calls") as recorder.calls.progress:
@@ -224,11 +233,22 @@ def _told_below(recorder: Recorder) -> tuple[Callable[..., None], ...]:
     late = recorder.late
 
     def wrote(tensor: Tensor) -> None:
+        recorder.inside.writing([tensor])
         for held in late.updates(tensor):
             recorder.wrote(held)
 
+    def writing(written: Iterable[Tensor]) -> None:
+        written = [*written]
+        recorder.inside.writing(written)
+        late.writing(written)
+
+    def given(operands: Iterable[Tensor]) -> None:
+        operands = [*operands]
+        recorder.inside.given(operands)
+        recorder.given(operands)
+
     fills = partial(recorder.calls.refuse, "autograd saves its noise before it is drawn (RReLU)")
-    return recorder.draws.drew, wrote, recorder.given, late.writing, fills, late.reading
+    return recorder.draws.drew, wrote, given, writing, fills, late.reading
 
 
 def _note_backwards(request: RecordRequest, recorder: Recorder, output: Any) -> None:
@@ -387,24 +407,6 @@ def counting_writes() -> Iterator[None]:
     grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
         yield
-
-
-class HooksRefusedError(Exception):
-    """A module's forward, or a function, that cannot run under saved-tensor hooks."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(path)
-        self.path = path
-
-
-def hooked(attempt: Callable[[frozenset[str]], Recording]) -> Recording:
-    """Record, without saved-tensor hooks in those calls that turn out not to allow them."""
-    unhookable: frozenset[str] = frozenset()
-    while True:
-        try:
-            return attempt(unhookable)
-        except HooksRefusedError as refused:
-            unhookable |= {refused.path}
 
 
 @contextlib.contextmanager

@@ -412,10 +412,10 @@ def _call(node: ast.Call, outer: tuple[ast.AST, ...], *, is_said: bool) -> Acces
         name = node.func.attr
     if name in _OF_ENVIRONMENT and node.args:
         return Access(node, True, False, is_said=is_said)
-    if name == "vars" and node.args:
+    if (name == "vars" and node.args) or (name == "getattr" and len(node.args) > 1):
         use, given_to = use_of(node, outer)
         return Access(node, True, False, use=use, given_to=given_to, is_said=is_said)
-    if name in ("getattr", "hasattr") and len(node.args) > 1:
+    if name == "hasattr" and len(node.args) > 1:
         return Access(node, True, False, is_said=is_said)
     if name in _SETTERS and len(node.args) > 1:
         return Access(node, False, True, assigned=node.args[-1])

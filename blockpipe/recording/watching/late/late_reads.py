@@ -115,6 +115,9 @@ class LateReads:
         hop: returns the hop that the forward is on.
         function: returns the name of the torch function that is running.
         is_in_reentrant: says whether the function of a reentrant checkpoint is running.
+
+    Attributes:
+        packing: how many of the user's hooks are packing a tensor that autograd saves.
     """
 
     def __init__(
@@ -130,6 +133,7 @@ class LateReads:
         self._saving: list[LateRead] = []  # for the operation that comes next
         self._reruns: list[_Rerun] = []
         self._reentrant = _Rerun()  # those of reentrant checkpoints
+        self.packing = 0
 
     def saved(self, packed: Packed, hop: int) -> None:
         """Note that autograd saves a tensor on a hop."""
@@ -139,7 +143,11 @@ class LateReads:
         """Return the user's hooks on saved tensors, with a look at what they keep."""
 
         def packed(tensor: Tensor) -> _Kept:
-            kept = _Kept(pack(tensor))
+            self.packing += 1
+            try:
+                kept = _Kept(pack(tensor))
+            finally:
+                self.packing -= 1
             with without_torch_functions():
                 for part in tensors(kept.value):
                     self._keeps(part, kept, max(self._hop(), 0), _KEPT)
