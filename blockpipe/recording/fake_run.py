@@ -185,7 +185,11 @@ def _hooked_fake(
 
 
 def _watched_twice(request: RecordRequest, holders: list[Holder]) -> Recording:
-    return looked_at_twice(partial(run_watched, request, fake=True, holders=holders))
+    run = partial(run_watched, request, fake=True, holders=holders)
+    try:
+        return looked_at_twice(run, request.crossed)
+    finally:
+        request.crossed.forget()
 
 
 class _Fakes:

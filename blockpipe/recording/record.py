@@ -228,7 +228,11 @@ def _record_real(request: RecordRequest) -> Recording:
 
 
 def _watched_twice(request: RecordRequest, holders: list[Holder]) -> Recording:
-    return looked_at_twice(partial(run_watched, request, fake=False, holders=holders))
+    run = partial(run_watched, request, fake=False, holders=holders)
+    try:
+        return looked_at_twice(run, request.crossed)
+    finally:
+        request.crossed.forget()
 
 
 def run_for_real(request: RecordRequest, watch: Callable[[RecordRequest, list[Holder]], R]) -> R:

@@ -27,6 +27,7 @@ from ..restoring.held_signals import HeldSignals
 from ..restoring.holders import Holder
 from .plain_values.still_code import Hook
 from .plan_resolution import Planned
+from .watching.late.crossed_memory import CrossedMemory
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class RecordRequest:
             made goes, finalizers run (``__del__``), and some of it goes only with an error.
         on_index: is given each value that the forward uses as an index, with the line; ``None``:
             nobody asks.
+        crossed: the memory of what has crossed in the first of two runs.
     """
 
     model: nn.Module
@@ -67,6 +69,7 @@ class RecordRequest:
     signals: HeldSignals = field(default_factory=HeldSignals)
     undone: ExitStack = field(default_factory=ExitStack)
     on_index: Callable[[Any, str], None] | None = None
+    crossed: CrossedMemory = field(default_factory=CrossedMemory)
 
 
 _SHOWN = 8  # of a container's members, or a forward's parameters

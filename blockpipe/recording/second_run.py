@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .recording import Recording
+from .watching.late.crossed_memory import CrossedMemory
 
 
-def looked_at_twice(run: Callable[[bool], Recording]) -> Recording:
+def looked_at_twice(run: Callable[[bool], Recording], crossed: CrossedMemory) -> Recording:
     """Record once, or twice if the forward changes state that several hops see.
 
     The second run begins with the state that the first one left. So an object that the forward
@@ -15,10 +16,11 @@ def looked_at_twice(run: Callable[[bool], Recording]) -> Recording:
 
     Args:
         run: records without restoring any state; its argument is true the second time.
+        crossed: the memory of what has crossed in the first run.
     """
     first = run(False)
     late_ones = (*first.late_backwards, *first.late_if_packed)
-    is_unsure = first.changes_unseen or any(late.settles for late in late_ones)
+    is_unsure = first.changes_unseen or any(late.settles for late in late_ones) or crossed.stays()
     if not (first.shared_changes or first.collects or first.carried or is_unsure):
         return first
     try:
@@ -32,7 +34,7 @@ def looked_at_twice(run: Callable[[bool], Recording]) -> Recording:
     lasts = (c for c in first.shared_changes if c.settles and (first.fake or c.is_traced))
     made_once = [c for c in lasts if c.what not in again]
     first.settles = first.settles or bool(made_once)
-    before = [c for c in first.shared_changes if c not in made_once]
+    before = [c for c in first.shared_changes if c not in made_once] + [*crossed.shared()]
     carried = {value.name for value in second.carried}
     first.carried = [value for value in first.carried if value.name in carried]
     first.read_between = [read for read in first.read_between if read[0] in carried]

@@ -40,7 +40,6 @@ from .costs import RecordedWork
 from .custom_functions import AppliedFunctions
 from .draws import RandomDraws, line
 from .late.late_backwards import LateBackwards
-from .late.writes_inside import WritesInside
 from .saved_tensors import Activations
 from .watched_cursor import WatchedCursor
 
@@ -94,7 +93,6 @@ class Recorder:
         self.outsiders: list[tuple[Tensor, int]] = []  # what an operation may write to
         self.outside_tensors = OutsideTensors()
         self.late: LateBackwards
-        self.inside: WritesInside
         self.check_interrupts: Callable[[], None]
         self.changes: SharedChanges
         self.outside: OutsideState
@@ -343,6 +341,8 @@ class Recorder:
 
     def imported(self, tensor: Tensor, home_hop: int, name: str | None) -> None:
         """Write down that a tensor was copied to this hop."""
+        if name is None and not self.late.memory.behind(tensor):
+            self.late.crossed.imported(tensor, self.hop)
         way = home_hop, self.hop, self.step.route[home_hop], self.stage
         what = shape_of(tensor), dtype_text(tensor.dtype), size_of(tensor)
         grad = tensor.requires_grad and self.step.graphs.differentiable

@@ -82,6 +82,8 @@ def run_watched(
     result = Recording(type(model).__name__, fake, planned=planned is not None)
     result.planned_at = None if planned is None else planned.where
     recorder = _watching(request, result, holders)
+    recorder.late.crossed = request.crossed
+    recorder.late.crossed.begins(is_second=is_second)
     beside = [*(hook.function for hook in request.hooks), *filter(None, [request.loss_fn])]
     traces = is_second or may_set_by(beside) or request.on_index is not None
     values = _watching_values(request, recorder, holders, put_back, fake=fake, traces=traces)
@@ -107,7 +109,6 @@ def run_watched(
         set_cursor(before)
         recorder.activations.on_saved = None  # a graph that stays keeps the hooks
         recorder.late.forget()
-        recorder.inside.forget()
         recorder.abandon()
     if not result.hops:
         result.hops.append(Hop(0, 0, None, "the start"))
@@ -164,7 +165,7 @@ def _watching(request: RecordRequest, result: Recording, holders: list[Holder]) 
     reads = LateReads(memory, *around)
     told = recorder.hop_here, recorder.wrote_unseen
     recorder.late = LateBackwards(recorder.held, memory, reads, *told)
-    recorder.inside = WritesInside(
+    recorder.late.inside = WritesInside(
         *(memory, recorder.held, recorder.outside_tensors),
         hop=lambda: recorder.hop,
         is_inside=lambda: recorder.run.sealed > 0 or reads.packing > 0,
@@ -196,7 +197,7 @@ def _run(model: nn.Module, inputs: Any, recorder: Recorder, values: SharedValues
     """Call the model while all watchers run, and return its output."""
     args, kwargs = inputs
     meter = Meter(recorder.costs.spent, recorder.costs.waited, *_told_below(recorder))
-    meter.gathers, meter.made = partial(_gathers, recorder), recorder.inside.made
+    meter.gathers, meter.made = partial(_gathers, recorder), recorder.late.inside.made
     meter.computes = lambda body: recorder.backward_code.computes(body, max(recorder.hop, 0))
     about, modules = f"recording {recorder.result.model}", sum(1 for _ in model.modules())
     with Progress(about, modules, "module calls") as recorder.calls.progress:
@@ -233,18 +234,19 @@ def _told_below(recorder: Recorder) -> tuple[Callable[..., None], ...]:
     late = recorder.late
 
     def wrote(tensor: Tensor) -> None:
-        recorder.inside.writing([tensor])
+        recorder.late.inside.writing([tensor])
         for held in late.updates(tensor):
             recorder.wrote(held)
 
     def writing(written: Iterable[Tensor]) -> None:
         written = [*written]
-        recorder.inside.writing(written)
+        recorder.late.inside.writing(written)
+        recorder.late.crossed.writing(written, recorder.hop)
         late.writing(written)
 
     def given(operands: Iterable[Tensor]) -> None:
         operands = [*operands]
-        recorder.inside.given(operands)
+        recorder.late.inside.given(operands)
         recorder.given(operands)
 
     fills = partial(recorder.calls.refuse, "autograd saves its noise before it is drawn (RReLU)")

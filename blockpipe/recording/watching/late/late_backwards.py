@@ -23,8 +23,10 @@ from ...._common.nested import tensors
 from ...._torch.modes import without_torch_functions
 from ....crossing.tags import TAG, Tag
 from ...entries import LateBackward, TensorInfo
+from .crossed_memory import CrossedMemory
 from .lasting_memory import LastingMemory, MemoryPart
 from .late_reads import LateRead, LateReads
+from .writes_inside import WritesInside
 
 _CLONE = "clone() it before it is used, write it between steps"
 _INITIALIZE = (
@@ -77,6 +79,10 @@ class LateBackwards:
         reads: what backwards read of it.
         hop: returns the hop that the forward is on.
         wrote: is told of each tensor whose memory was written to without a new version.
+
+    Attributes:
+        crossed: the memory of what has crossed in the first of two runs.
+        inside: watches writes that no torch function shows.
     """
 
     def __init__(
@@ -88,7 +94,8 @@ class LateBackwards:
         wrote: Callable[[Tensor], None],
     ) -> None:
         self._held, self._hop, self._wrote = held, hop, wrote
-        self.memory, self.reads = memory, reads
+        self.memory, self.reads, self.crossed = memory, reads, CrossedMemory()
+        self.inside: WritesInside
         self._pending: list[_Write] = []
         self._writes: list[_Write] = []
         self._statistics: set[int] = set()  # ids of what the operation under way updates
@@ -230,6 +237,7 @@ class LateBackwards:
         """Release all tensors, and end the cycle with what is told of writes."""
         self._hop, self._wrote = int, _nothing
         self.memory.forget()
+        self.inside.forget()
         self.reads.forget()
         self._writes.clear()
 

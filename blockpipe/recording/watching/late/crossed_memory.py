@@ -1,0 +1,83 @@
+"""Find the tensors that have crossed, stay behind in the user's state, and are written there later.
+
+A forward may keep the first micro-batch's activation, or a ``detach()`` of it, and add those of the
+next ones in place. On the CPU that is the memory which another stage is still reading. The second
+run of a recorded forward finds what the first one has left, and shows the write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ...._common.callsite import users_line
+from ...._torch.modes import without_torch_functions
+from ...._torch.tensors import holders_of
+from ...entries import SharedChange
+from ..saved_tensors import key_of
+
+_REMEDY = "keep a copy (tensor.clone()), or add to it out of place (total = total + tensor)"
+
+
+@dataclass
+class _Crossed:
+    storage: torch.UntypedStorage
+    where: str  # the line that reads it
+    hops: set[int] = field(default_factory=set)  # that read it
+    written: dict[int, str] = field(default_factory=dict)  # the lines by hop
+
+
+class CrossedMemory:
+    """The memory of the tensors that have crossed in the first of two runs."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Crossed] = {}  # by the storage
+        self._is_second = False
+
+    def begins(self, *, is_second: bool) -> None:
+        """Note that a run begins."""
+        self._is_second = is_second
+        if not is_second:
+            self._known.clear()
+
+    def imported(self, tensor: Tensor, hop: int) -> None:
+        """Note that a tensor which the forward has made is read on another hop."""
+        with without_torch_functions():
+            key = None if self._is_second else key_of(tensor)
+            if key is not None:
+                new = _Crossed(tensor.untyped_storage(), users_line())
+                self._known.setdefault(key, new).hops.add(hop)
+
+    def stays(self) -> bool:
+        """Return whether the first run, which is over, has left any of it; drop the rest."""
+        own = 1  # the storage object here
+        for key, known in [*self._known.items()]:
+            if holders_of(known.storage) <= own:
+                del self._known[key]
+        return bool(self._known)
+
+    def writing(self, written: Iterable[Tensor], hop: int) -> None:
+        """Note what the second run is about to write to."""
+        if not (self._is_second and self._known):
+            return
+        with without_torch_functions():
+            for tensor in written:
+                known = self._known.get(key_of(tensor) or 0)
+                if known is not None:
+                    known.written.setdefault(max(hop, 0), users_line())
+
+    def shared(self) -> Iterator[SharedChange]:
+        """Yield what one hop has written, and another one of an earlier micro-batch may read."""
+        for known in self._known.values():
+            hops = known.hops | known.written.keys()
+            if known.written and len(hops) > 1:
+                what = f"a tensor that the one before has kept, which was read at {known.where}"
+                where = next(iter(known.written.values()))
+                yield SharedChange(what, "reads it", sorted(hops), where, _REMEDY)
+
+    def forget(self) -> None:
+        """Release the memory."""
+        self._known.clear()
