@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from .threads.model_turns import alone_with, is_recorded_elsewhere
+
 R = TypeVar("R")
 Slots = Mapping[str, Tensor | None]
 
@@ -159,6 +161,9 @@ class StateWithoutStandIns(StandIn):
         return getattr, (self.module, STATE)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_recorded_elsewhere(self.module):  # its parameters are fake
+            with alone_with(self.module):
+                return getattr(self.module, STATE)()
         state = type(self.module).__getstate__(self.module)
         return _without_stand_ins(state) if isinstance(state, dict) else state
 

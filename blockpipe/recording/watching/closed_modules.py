@@ -10,6 +10,7 @@ a module's hooks run before them, and the state that a recording restores is tak
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
@@ -40,12 +41,16 @@ _LONGEST = 60.0  # seconds after which the recording begins in any case
 def closed_to_others(model: nn.Module) -> Iterator[None]:
     """Be the only thread that records, and the only one that is in a call of the modules.
 
-    A call of another thread that stays in a module without going on is not waited for.
+    A call of another thread that stays in a module without going on is not waited for. Nor is there
+    a gate at attributes: ``net.weight`` is fake for other threads meanwhile.
 
     Args:
         model: the model with these modules.
     """
-    with alone_recording(model), _GatedCalls(), _gated_compiled_calls(model):
+    with alone_recording(model), contextlib.ExitStack() as gates:
+        for gate in (_GatedCalls, _GatedSave, _GatedLoad, _GatedParameters, _GatedBuffers):
+            gates.enter_context(gate())
+        gates.enter_context(_gated_compiled_calls(model))
         _wait_for_calls(model)
         yield
 
@@ -67,6 +72,42 @@ class _GatedCalls(Replacement):
             return _in_turn(module, functools.partial(original, module), args, kwargs)
 
         return call
+
+
+class _GatedRead(Replacement):
+    """A replacement by which a method that reads all parameters or buffers of a module, or sets
+    them, waits while another thread records the module: they are fake."""
+
+    owner = nn.Module
+
+    def replacement(self) -> Any:
+        original = self._original
+
+        @functools.wraps(original)
+        def read(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not is_recorded_elsewhere(module):
+                return original(module, *args, **kwargs)
+            with alone_with(module):
+                found = original(module, *args, **kwargs)
+                return iter([*found]) if isinstance(found, Iterator) else found
+
+        return read
+
+
+class _GatedSave(_GatedRead):
+    name = "state_dict"
+
+
+class _GatedLoad(_GatedRead):
+    name = "load_state_dict"
+
+
+class _GatedParameters(_GatedRead):
+    name = "named_parameters"
+
+
+class _GatedBuffers(_GatedRead):
+    name = "named_buffers"
 
 
 @contextmanager
