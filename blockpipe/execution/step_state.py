@@ -82,10 +82,11 @@ class StepState:
         if request.prepared.steps == 0:
             self.context.comparisons = Comparisons()
             self.context.carried_values = _carried_by(request.prepared)
-        writes = request.prepared.recording.writes_inputs
-        self.shared_arguments = SharedArguments(microbatches, are_written=writes)
+        recording = request.prepared.recording
+        self.shared_arguments = SharedArguments(microbatches, are_written=recording.writes_inputs)
         self.whole_arguments = WholeArguments(
             microbatches,
+            viewed=recording.views_of_inputs,
             one_by_one=self.mode.in_one_thread and not self.context.has_copies,
         )
         self._roots: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}

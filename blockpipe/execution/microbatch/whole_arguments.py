@@ -5,7 +5,7 @@ stage may have a copy, and micro-batches are under way at once. So either the wr
 caller's memory while no other micro-batch reads it, or it is an error.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,12 +24,13 @@ class Taken(NamedTuple):
     """What a micro-batch's forward has of the whole arguments.
 
     Attributes:
-        tensors: each as it was given, as the forward has it, and the version of that.
+        tensors: each as it was given, as the forward has it, the version of that, and on how many
+            hops more there are views of it.
         containers: the copies of containers, each with what it holds.
         entries: those of all containers.
     """
 
-    tensors: list[tuple[Tensor, Tensor, int]]
+    tensors: list[tuple[Tensor, Tensor, int, int]]
     containers: list[tuple[Any, list[int]]]
     entries: list[tuple[str, Any, Entries]]
 
@@ -39,16 +40,19 @@ class WholeArguments:
 
     Args:
         microbatches: the step's micro-batches.
+        viewed: the positions of the arguments of which views cross to other hops.
         one_by_one: whether each is done before the next begins, and no copy is still being made.
     """
 
-    def __init__(self, microbatches: Sequence[Microbatch], *, one_by_one: bool) -> None:
+    def __init__(
+        self, microbatches: Sequence[Microbatch], *, viewed: Container[int], one_by_one: bool
+    ) -> None:
         self._given = {id(m): {id(t) for t in tensors((m.args, m.kwargs))} for m in microbatches}
         given = [*self._given.values()][:2]
         self._ids = given[0] & given[1] if len(given) > 1 else set()
         held = [{id(c) for c in _containers(_arguments(m))} for m in microbatches[:2]]
         self._containers = held[0] & held[1] if len(held) > 1 else set()
-        self._one_by_one = one_by_one
+        self._one_by_one, self._viewed = one_by_one, viewed
         self.entries_set = EntriesSet()
         first = _arguments(microbatches[0])
         self._has_containers = any(members(given) is not None for given in first)
@@ -69,7 +73,11 @@ class WholeArguments:
         if not self._ids:
             return Taken([], copies, entries)
         pairs = zip(tensors((batch.args, batch.kwargs)), tensors((args, kwargs)), strict=True)
-        of_whole = [(g, t, version_of(t)) for g, t in pairs if id(g) in self._ids]
+        of_whole = [
+            (g, t, version_of(t), int(at in self._viewed))
+            for at, (g, t) in enumerate(pairs)
+            if id(g) in self._ids
+        ]
         return Taken(of_whole, copies, entries)
 
     def check(self, taken: Taken) -> None:
@@ -88,9 +96,9 @@ class WholeArguments:
                     "micro-batch has a copy, and neither the others nor the caller see it; keep it "
                     "on the model, or return the new value"
                 )
-        for given, value, version in taken.tensors:
+        for given, value, version, viewed in taken.tensors:
             tag: Tag | None = getattr(value, TAG, None)
-            newest, hops = value, 1
+            newest, hops = value, 1 + viewed
             if tag is not None:
                 hops += len(tag.imports or ())
                 newest = tag.newest if tag.newest is not None else value

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..calls import Call
-from .evaluation.members import ALL, BY_ARGUMENT, UNKNOWN, member_of
+from .evaluation.members import ALL, BY_ARGUMENT, UNKNOWN, Registered, member_of
 from .evaluation.sizes import BySize
 from .known_values import KnownValues
 from .places import has_tensors, is_by_microbatch, makers_of, space_of
@@ -79,7 +79,9 @@ class PendingWrites:
         known.is_bare = known.is_bare or made_on is None
         # On fake tensors the same is the same for all data.
         known.is_fixed = known.is_fixed and pending.is_fixed
-        settles = self._fake or pending.is_fixed or (pending.adds and isinstance(value, Tensor))
+        # Which members a module has is told by what is set, and not by the data.
+        is_fixed = pending.is_fixed or isinstance(pending.key, Registered)
+        settles = self._fake or is_fixed or (pending.adds and isinstance(value, Tensor))
         settles = settles and not (pending.by_chance and not has_tensors(value))
         known.lines.add(pending.line)
         if pending.by_size is not None:

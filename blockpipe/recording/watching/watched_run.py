@@ -93,7 +93,9 @@ def run_watched(
     try:
         inputs = _as_inputs(recorder, (request.args, request.kwargs))
         given = [(tensor, version_of(tensor)) for tensor in tensors(inputs)]
+        recorder.late.crossed.given(tensor for tensor, _ in given)
         output = _run(model, inputs, recorder, values)
+        result.views_of_inputs = set(recorder.late.crossed.views)
         result.writes_inputs = any(t.is_inference() or was_written(t, at) for t, at in given)
         values.check()
         _note_backwards(request, recorder, output)

@@ -31,11 +31,17 @@ class _Crossed:
 
 
 class CrossedMemory:
-    """The memory of the tensors that have crossed in the first of two runs."""
+    """The memory of the tensors that have crossed in the first of two runs.
+
+    Attributes:
+        views: the positions of the forward's tensors, among its arguments, of which views crossed.
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, _Crossed] = {}  # by the storage
+        self._given: dict[int, tuple[int, Tensor]] = {}  # by the storage
         self._is_second = False
+        self.views: set[int] = set()
 
     def begins(self, *, is_second: bool) -> None:
         """Note that a run begins."""
@@ -43,11 +49,19 @@ class CrossedMemory:
         if not is_second:
             self._known.clear()
 
+    def given(self, arguments: Iterable[Tensor]) -> None:
+        """Note the tensors that the forward is given."""
+        with without_torch_functions():
+            self._given = {key_of(t) or 0: (at, t) for at, t in enumerate(arguments)}
+
     def imported(self, tensor: Tensor, hop: int) -> None:
         """Note that a tensor which the forward has made is read on another hop."""
         with without_torch_functions():
             key = None if self._is_second else key_of(tensor)
-            if key is not None:
+            if key in self._given:
+                at, given = self._given[key]
+                self.views |= {at} if tensor is not given else set()
+            elif key is not None:
                 new = _Crossed(tensor.untyped_storage(), users_line())
                 self._known.setdefault(key, new).hops.add(hop)
 
@@ -81,3 +95,4 @@ class CrossedMemory:
     def forget(self) -> None:
         """Release the memory."""
         self._known.clear()
+        self._given.clear()
