@@ -250,9 +250,19 @@ class Appears(Wide):
         return super().forward(x) / self.seen.clone()
 
 
-@each_value(
-    module=[Reentrant, Appears],
-    schedule=SCHEDULES,
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_buffers_that_a_reentrant_checkpoint_reads_and_writes_again_are_refused(mode):
+    """The next micro-batch has read them before the backward writes."""
+    net = nn.Sequential(nn.Linear(8, 8), Reentrant(), bp.BeginBlock(Reentrant(), stage=1))
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, checkpoint=mode)
+    x = torch.randn(16, 8)
+    with pytest.raises(StateError, match="is written in a backward, by a hook or by torch.utils"):
+        pipe.forward_backward(x, loss_fn=square)
+
+
+@pytest.mark.parametrize(
+    ("module", "schedule"),
+    [(Reentrant, "sequential"), *((Appears, schedule) for schedule in SCHEDULES)],
 )
 def test_buffers_that_no_operation_of_the_glue_reads(module, schedule):
     """They are as if it had run once, too."""

@@ -1,13 +1,18 @@
 """Other threads' calls of a model that is recorded."""
 
+import copy
 import gc
 import sys
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import blockpipe as bp
 from blockpipe._common.threads import standstill
 from blockpipe.recording.watching import closed_modules
 
@@ -48,3 +53,61 @@ def test_who_looks_at_all_threads_keeps_no_frame(
         gc.enable()
         over.set()
         other.join()
+
+
+class Waits(nn.Module):
+    """Says where it is when it is recorded, and gives the other thread time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(()))
+        self.is_inside = threading.Event()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Waits":
+        new = Waits()
+        new.load_state_dict(self.state_dict())
+        return new
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+        with bp.Block(stage=1):
+            self.is_inside.set()
+            threading.Event().wait(0.02)
+            return self.b(h)
+
+
+def _loads(net: nn.Module) -> list[Tensor]:
+    net.load_state_dict({name: torch.ones_like(t) for name, t in net.state_dict().items()})
+    return [*net.state_dict().values()]
+
+
+READS: list[Callable[[nn.Module], list[Tensor]]] = [
+    lambda net: [*net.state_dict().values()],
+    lambda net: [*net.parameters()],
+    lambda net: [*net.buffers()],
+    lambda net: [*copy.deepcopy(net).state_dict().values()],
+    _loads,
+]
+
+
+@pytest.mark.parametrize("read", READS)
+def test_another_thread_reads_the_models_own_tensors(
+    read: Callable[[nn.Module], list[Tensor]],
+) -> None:
+    """A thread that saves checkpoints, or an actor that takes the learner's weights."""
+    net, found = Waits(), list[Tensor]()
+    expected = read(copy.deepcopy(net))
+
+    def other() -> None:
+        net.is_inside.wait()
+        found.extend(read(net))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    bp.record(net, torch.ones(4, 4))
+    thread.join()
+    assert len(found) == len(expected) > 0
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert all(type(one) in (Tensor, nn.Parameter) for one in found)

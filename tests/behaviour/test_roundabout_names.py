@@ -1,0 +1,216 @@
+"""Values that one stage sets and that other code reads in a roundabout way."""
+
+import functools
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import blockpipe as bp
+from blockpipe.errors import StateError
+
+from ..stage_devices import stages
+
+X = torch.arange(32.0).view(8, 4) / 32
+
+
+class State:
+    """One object for all, whose number is first on the class."""
+
+    _only: "State | None" = None
+    calls = 0
+
+    def __new__(cls) -> "State":
+        if cls._only is None:
+            cls._only = super().__new__(cls)
+        return cls._only
+
+
+class Named:
+    """One object for each name."""
+
+    _all: dict[str, "Named"] = {}  # noqa: RUF012 - as people write it
+    calls = 0
+
+    def __new__(cls, name: str) -> "Named":
+        if name not in cls._all:
+            cls._all[name] = super().__new__(cls)
+        return cls._all[name]
+
+
+class Scale:
+    """Its method's results are kept until the number changes."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def count(self) -> None:
+        self.calls += 1
+        Scale.now.cache_clear()
+
+    @functools.lru_cache  # noqa: B019 - as people write it
+    def now(self) -> float:
+        return 1.0 + 0.1 * self.calls
+
+
+class Parts(nn.Module):
+    """The first stage sets what the second one, the loss or a hook reads."""
+
+    def __init__(self, sets: Callable[[Any], None], reads: Callable[[Any], float]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.sets, self.reads, self.scale = sets, reads, Scale()
+        self.norms: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
+        self.register_buffer("total", torch.zeros(()))
+
+
+class InForward(Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+            self.sets(self)
+        with bp.Block(stage=1):
+            return self.b(h) * self.reads(self)
+
+
+class InLoss(Parts):
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+            self.sets(self)
+        with bp.Block(stage=1):
+            return self.b(h)
+
+
+class InHook(Parts):
+    """A hook of the second stage sets it, and the first one reads it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x) * (1.0 + self.reads(self))
+        with bp.Block(stage=1):
+            h = self.b(h)
+            if h.requires_grad:
+                h.register_hook(lambda gradient: self.sets(self))
+            return h
+
+
+def _count_state(net: Parts) -> None:
+    State().calls += 1
+
+
+def _count_named(net: Parts) -> None:
+    Named("x").calls += 1
+
+
+def _count_scale(net: Parts) -> None:
+    net.scale.count()
+
+
+def _keep_norm(net: Parts) -> None:
+    net.norms[net.b] = net.norms.get(net.b, 0.0) + 1.0
+
+
+def _add_by_name(net: Parts) -> None:
+    getattr(net, "total").add_(1.0)  # noqa: B009 - as names of buffers are computed
+
+
+WAYS: list[tuple[type[Parts], Callable[[Any], None], Callable[[Any], float]]] = [
+    (InForward, _count_state, lambda net: 1.0 + 0.1 * State().calls),
+    (InForward, _count_named, lambda net: 1.0 + 0.1 * Named("x").calls),
+    (InLoss, _count_state, lambda net: 1.0 + 0.1 * State().calls),
+    (InLoss, _count_scale, lambda net: net.scale.now()),
+    (InHook, _keep_norm, lambda net: net.norms.get(net.b, 0.0)),
+    (InHook, _count_state, lambda net: 0.1 * State().calls),
+    (InHook, _add_by_name, lambda net: net.total.item()),
+]
+
+
+@pytest.mark.parametrize(("kind", "sets", "reads"), WAYS)
+def test_a_value_that_is_named_in_a_roundabout_way_is_refused(
+    kind: type[Parts], sets: Callable[[Any], None], reads: Callable[[Any], float]
+) -> None:
+    net = kind(sets, reads)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return mse_loss(output, target) * (net.reads(net) if isinstance(net, InLoss) else 1.0)
+
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match="under way at once|comes later|later micro-batch"):
+        pipe.forward_backward(X, target=X, loss_fn=loss)
+
+
+class Classes(nn.Module):
+    """Reads a class's own number, of which each object is another one."""
+
+    class Options:
+        scale = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x) * self.Options().scale
+        with bp.Block(stage=1):
+            return self.b(h) * self.Options().scale
+
+
+def test_what_a_class_gives_each_object_may_be_read_everywhere() -> None:
+    pipe = bp.Pipeline(Classes(), devices=stages(2), chunks=4)
+    assert pipe.forward_backward(X, target=X, loss_fn=mse_loss).loss.isfinite()
+
+
+def test_the_length_of_a_list_that_a_librarys_module_fills_is_compared() -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Measured(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.all = nn.Linear(4, 4), nn.Linear(4, 4), torchmetrics.CatMetric()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with bp.Block(stage=0):
+                h = self.a(x)
+                self.all.update(h.detach().mean())
+            with bp.Block(stage=1):
+                return self.b(h) * len(self.all.value)
+
+    pipe = bp.Pipeline(Measured(), devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match="a list of 1 for micro-batch 0 and as a list of 2"):
+        pipe.forward_backward(X, target=X, loss_fn=mse_loss)
+
+
+class Balanced(nn.Module):
+    """Leaves a term for the loss, and chooses by its data: it is recorded for real."""
+
+    def __init__(self, pause: float = 0.0) -> None:
+        super().__init__()
+        self.layer, self.term, self.pause = nn.Linear(4, 4), None, pause
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.pause)
+        h = self.layer(x)
+        self.term = h.square().mean()
+        return h * 2 if bool((h.detach().sum() < 1e6).any()) else h
+
+
+def test_a_tensor_for_the_loss_is_no_change_of_the_modules() -> None:
+    net = nn.Sequential(Balanced(), bp.BeginBlock(Balanced(0.02), stage=1))
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        terms = [m.term for m in net.modules() if isinstance(m, Balanced)]
+        return mse_loss(output, target) + sum(term for term in terms if term is not None)
+
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    pipe.forward_backward(X, target=X, loss_fn=loss)  # in one thread
+    with pytest.raises(StateError, match="belongs to micro-batch"):
+        pipe.forward_backward(X, target=X, loss_fn=loss)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule="sequential")
+    assert pipe.forward_backward(X, target=X, loss_fn=loss).loss.isfinite()
