@@ -8,7 +8,7 @@ import operator
 import random
 import statistics
 import struct
-from collections import Counter, UserList, deque
+from collections import Counter, UserList, defaultdict, deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -331,6 +331,27 @@ def test_hooks_may_share_a_log_options_and_a_count(make: Callable[[], Hook], sch
     _step(net, schedule=schedule)
     plain_step(plain, (X,), {}, X, mse_loss, 4)
     assert_same_gradients(net, plain)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_each_hook_may_have_an_entry_of_its_own_in_a_defaultdict(schedule: str) -> None:
+    """The first call makes it."""
+    net, plain = Net(), Net()
+    plain.load_state_dict(net.state_dict())
+    found = list[defaultdict[str, list[float]]]()
+    for model in (net, plain):
+        norms: defaultdict[str, list[float]] = defaultdict(list)
+        found.append(norms)
+        for name, parameter in model.named_parameters():
+            parameter.register_hook(
+                lambda gradient, name=name, norms=norms: norms[name].append(gradient.norm().item())
+            )
+    _step(net, schedule=schedule)
+    plain_step(plain, (X,), {}, X, mse_loss, 4)
+    assert_same_gradients(net, plain)
+    assert found[0].keys() == found[1].keys()
+    for name, norms in found[0].items():
+        assert norms == pytest.approx(found[1][name])
 
 
 @pytest.mark.parametrize("make", SHARING)

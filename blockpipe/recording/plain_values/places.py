@@ -26,10 +26,11 @@ from ..._torch.modules import children_of, parameters_of, slots_of
 from ...crossing.tags import TAG, latest
 from ...restoring.contents import is_of_c
 from ...restoring.holders import DictHolder, Holder
-from ...restoring.iterators import BOUND, advances, is_iterator
+from ...restoring.iterators import BOUND, advances
 from ...stages.cursor import is_of_microbatch
 from .evaluation.by_call import ASKS
 from .evaluation.expressions import Frame
+from .evaluation.loops import run_over
 from .evaluation.members import (
     ALL,
     BY_ARGUMENT,
@@ -59,8 +60,6 @@ _SHARE_MEMORY = (
 
 _NO_METHODS = ("builtins", "abc", "typing", "enum", *_HAND_BACK)  # that read what objects hold
 
-_NOTHING: dict[str, object] = {}
-_VIEWS_OF_DICT = (type(_NOTHING.keys()), type(_NOTHING.values()), type(_NOTHING.items()))
 
 # Functions that read a container, and nothing in what it holds.
 _TAKE_AS_IT_IS = (len, bool, iter, list, tuple, reversed, dict)
@@ -314,7 +313,8 @@ def read_inside(access: Access, value: Any, owner: Any, frame: Frame) -> Iterato
         frame: the frame that it is in.
     """
     yield from asked_for(access, value, frame)
-    yield from ((one, ALL) for one in _run_over(value))
+    behind = (one for one in run_over(value) if isinstance(one, CONTENTS) or is_array(one))
+    yield from ((one, ALL) for one in behind)
     is_entry = isinstance(access.node, ast.Subscript)
     if is_entry and is_of_library(owner):  # whose own method gives it
         yield from ((one, ALL) for one in inside(owner))
@@ -328,23 +328,6 @@ def read_inside(access: Access, value: Any, owner: Any, frame: Frame) -> Iterato
     elif _is_users_object(held) and _takes_apart(function):
         # All that the object has: dataclasses.astuple(state).
         yield from ((one, ALL) for one in inside([*own_attributes(held).values()]))
-
-
-def _run_over(value: Any) -> Iterator[Any]:
-    """Yield the containers that an iterator of Python's looks into when it goes on, or that a view
-    of a dictionary shows."""
-    level = [value] if _is_lazy(value) else []
-    for _ in range(_MOST_NESTED):
-        level = [one for lazy in level for one in gc.get_referents(lazy)[:_MOST_INSIDE]]
-        level += [one for several in level if type(several) is tuple for one in several]  # zip's
-        yield from (one for one in level if isinstance(one, CONTENTS) or is_array(one))
-        level = [one for one in level if _is_lazy(one)]
-
-
-def _is_lazy(value: Any) -> bool:
-    """Return whether it is such an iterator, or view. The code of a generator is seen itself."""
-    is_own = isinstance(value, types.GeneratorType | types.CoroutineType)
-    return type(value) in _VIEWS_OF_DICT or (is_iterator(value) and not is_own)
 
 
 def _is_opened(access: Access, held: Any, frame: Frame) -> bool:
@@ -397,7 +380,7 @@ def is_looked_into(function: Any) -> bool:
 def used_by(access: Access, value: Any, owner: Any, frame: Frame) -> Iterator[tuple[Use, Any]]:
     """Yield the containers that an access uses without naming them, each with its use: by a bound
     method that has a name of its own (``push(x)``); and in code that does not run, those inside of
-    a library's object whose method may change them, and a ``defaultdict`` that may get an entry.
+    a library's object whose method may change them, and a ``defaultdict`` that may get any entry.
 
     Args:
         access: the access.
@@ -415,10 +398,15 @@ def used_by(access: Access, value: Any, owner: Any, frame: Frame) -> Iterator[tu
         yield from ((access.use, one) for one in inside(value))
     if access.writes and isinstance(access.node, ast.Subscript) and is_of_library(owner):
         yield from ((Use.WRITE, one) for one in inside(owner))
-    if access.reads and isinstance(access.node, ast.Subscript) and isinstance(owner, defaultdict):
-        key = frame.key(access.node.slice)
-        if key is UNKNOWN or not dict.__contains__(owner, key):
-            yield Use.BOTH, owner
+    is_read = access.reads and isinstance(access.node, ast.Subscript)
+    if is_read and isinstance(owner, defaultdict) and frame.key(access.node.slice) is UNKNOWN:
+        yield Use.BOTH, owner
+
+
+def makes_entry(owner: Any, key: Any, frame: Frame) -> bool:
+    """Return whether a read of an entry, in code that does not run, gives a ``defaultdict`` one."""
+    is_known = isinstance(owner, defaultdict) and key is not ALL and key is not BY_ARGUMENT
+    return not frame.is_running and is_known and not dict.__contains__(owner, key)
 
 
 def has_tensors(value: Any) -> bool:

@@ -57,6 +57,7 @@ from .places import (
     is_looked_into,
     is_of_module,
     is_used_whole,
+    makes_entry,
     names_of,
     of_whole_arrays,
     owners_by_space,
@@ -110,7 +111,7 @@ class SharedValues:
         self._objects[id(os.environ)] = variables = os.environ._data  # type: ignore[attr-defined]
         self._lasting.add(id(variables))
         self._functions = functions_by_code(holder.owner for holder in holders)
-        self.tensors, self.draws = TensorUses(), DrawnNumbers(holders)
+        self.tensors, self.draws, self._loops = TensorUses(), DrawnNumbers(holders), Loops()
         self.indices = IndexUses(None)
         self.on_read: Callable[[Any, Any, types.FrameType, bool], None] = lambda *found: None
         users = [f for same in self._functions.values() for f in same if has_users_code(f)]
@@ -126,7 +127,6 @@ class SharedValues:
         self._cached: list[Any] = []  # kept alive
         self._returned: dict[int, tuple[types.CodeType, Any]] = {}  # by the id of a frame
         self._hops: dict[int, dict[int, int]] = {}  # of each frame's instructions
-        self._loops = Loops()
         self._taken_in = TakenIn(put_back, self._lasting)
         self._used_up = found_among(holders)  # refused if the forward uses them, by id
         self._stays: Effect | None = None  # the first that cannot be put back
@@ -279,7 +279,7 @@ class SharedValues:
                 for holder in owners_of(owner, key):
                     self._reads(holder, key, frame, hop, **how)
                 self._may_read_others(owner, key, access, frame, hop)
-            if access.writes:
+            if access.writes or makes_entry(owner, key, frame):
                 self._will_set([(owner, key, value), *places_of(owner, runs)], access, frame, hop)
         elif access.writes and isinstance(key, str):
             self.known.set_in_new.add(key)
