@@ -398,8 +398,8 @@ def used_by(access: Access, value: Any, owner: Any, frame: Frame) -> Iterator[tu
         yield from ((access.use, one) for one in inside(value))
     if access.writes and isinstance(access.node, ast.Subscript) and is_of_library(owner):
         yield from ((Use.WRITE, one) for one in inside(owner))
-    is_read = access.reads and isinstance(access.node, ast.Subscript)
-    if is_read and isinstance(owner, defaultdict) and frame.key(access.node.slice) is UNKNOWN:
+    node = access.node if access.reads and isinstance(owner, defaultdict) else None
+    if isinstance(node, ast.Subscript) and frame.key(node.slice) is UNKNOWN:
         yield Use.BOTH, owner
 
 
