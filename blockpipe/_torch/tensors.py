@@ -179,6 +179,14 @@ def extent_of(tensor: Tensor) -> tuple[int, int]:
     return begin * size, (last + 1) * size
 
 
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one storage have a byte in common."""
+    if one is other or torch.strided not in (one.layout, other.layout):
+        return one is other
+    (begin, end), (begins, ends) = extent_of(one), extent_of(other)
+    return begin < ends and begins < end
+
+
 def overlapping(extents: Iterable[tuple[int, int, T]]) -> list[list[T]]:
     """Return the groups, of two or more, of what lies in each other, directly or by way of others.
 

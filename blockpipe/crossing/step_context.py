@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from .._torch.tensors import memory_of
 from ..devices.copies import PendingCopy, send
 from ..devices.copy_lifetimes import CopySources, FinishedCopies
 from ..devices.devices import is_asynchronous, mark
@@ -71,6 +72,7 @@ class KnownForward:
         waiting: names of torch functions that wait for a device.
         hops_rerunning_forward: hops with functions that may read twice what they saved.
         code_in_backward: hops in whose backward autograd calls code of the user's.
+        written: the parameters and buffers that the forward writes to.
         custom_functions: names of the custom functions that the recording met.
     """
 
@@ -81,6 +83,7 @@ class KnownForward:
     waiting: Collection[str] = ()
     hops_rerunning_forward: Collection[int] = ()
     code_in_backward: Collection[int] = ()
+    written: Sequence[ParameterHome] = ()
     custom_functions: Collection[str] = ()
 
 
@@ -144,6 +147,13 @@ class StepContext:
         """Whether what crosses is copied between devices, some of which are asynchronous."""
         used = set() if self.devices is None else {self.devices[stage] for stage in self.route}
         return self.graphs.cut and len(used) > 1 and any(map(is_asynchronous, used))
+
+    @cached_property
+    def written_memory(self) -> dict[int, ParameterHome]:
+        """What the forward writes to while other micro-batches are under way, by its memory."""
+        if self.constants is None:
+            return {}
+        return {memory_of(home.tensor): home for home in self.known.written}
 
     @cached_property
     def is_mixed(self) -> bool:

@@ -165,6 +165,7 @@ class Prepared:
             waiting={*self.recording.waiting, *ASKS_HOST} if self.is_asynchronous else (),
             hops_rerunning_forward={hop.index for hop in hops if hop.reruns_forward},
             code_in_backward=self.recording.code_in_backward,
+            written=[home for home in self.homes.values() if home.is_written],
             custom_functions=self.recording.custom_functions,
         )
 

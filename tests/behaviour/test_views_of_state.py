@@ -140,3 +140,27 @@ class Seldom(Running):
 def test_a_write_in_a_branch_that_data_choose_is_refused_as_well() -> None:
     with pytest.raises(StateError, match="'mean'"):
         _step(Seldom(SHOWN["entry"]))
+
+
+class Later(Running):
+    """Shows the mean itself for some data, of which the recording has none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+            self.mean.mul_(0.5)
+            shown = self.show(self.mean) if x.mean() > 1.0 else torch.zeros(4, device=h.device)
+        with bp.Block(stage=1):
+            return self.b(h) + shown
+
+
+@pytest.mark.parametrize("show", SHOWN)
+def test_a_view_that_no_recording_shows_is_refused_when_it_is_read(show: str) -> None:
+    net = Later(SHOWN[show])
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    for _ in range(2):
+        pipe.forward_backward(X, target=X, loss_fn=mse_loss)
+    with pytest.raises(
+        StateError, match=r"'mean' is written by the forward on stage 0, and a view"
+    ):
+        pipe.forward_backward(X + 3.0, target=X, loss_fn=mse_loss)

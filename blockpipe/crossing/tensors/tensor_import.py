@@ -24,7 +24,7 @@ from ..._torch.modes import (
     is_transformed,
     outside_of_transforms,
 )
-from ..._torch.tensors import is_ragged, shape_of, version_of
+from ..._torch.tensors import is_ragged, memory_of, overlap, shape_of, version_of
 from ...devices.ownership import Owner, copying, owner_of, set_owner
 from ...errors import CrossingError, RouteError, StateError
 from ...stages.cursor import SKIPPED_MARKS
@@ -272,6 +272,18 @@ class TensorImport:
             f"it is made of, and make it where it is read, or {UNCUT}"
         )
 
+    def _check_memory(self, tensor: Tensor) -> None:
+        """Raise :class:`StateError` for a view of what the forward writes to, which no recording
+        has shown."""
+        home = self._step.written_memory.get(memory_of(tensor))
+        if home is not None and overlap(tensor, home.tensor):
+            raise StateError(
+                f"{home.name!r} is written by the forward on stage {home.stage}, and a view of it, "
+                f"of shape {shape_of(tensor)}, is read on stage {self._place.stage} "
+                f"({users_line()}): micro-batches under way at once would mix in it; let "
+                "view.clone() cross, or use schedule='sequential'"
+            )
+
     def _check_tangent(self, tensor: Tensor) -> None:
         """Raise :class:`CrossingError` for a tensor that has a tangent."""
         with copying():  # to look for it is an operation, which the stage sanitizer would see
@@ -288,6 +300,8 @@ class TensorImport:
         if is_in_forward_mode():
             self._check_tangent(tensor)
         self._check_layout(tensor)
+        if step.written_memory:
+            self._check_memory(tensor)
         self._writes.before_import(tensor, tag)
         copied = self._copies.bring(tensor, tag.hop, on_host=step.stays(tensor))
         found = self._enter(tensor, copied, imports, tag.hop)

@@ -9,11 +9,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..._common.callsite import users_line
-from ..._torch.tensors import extent_of, shape_of, version_of
+from ..._torch.tensors import overlap, shape_of, version_of
 from ...crossing.constants import writes
 from ..entries import OutsideTensor, SharedChange
 
@@ -61,7 +60,7 @@ class OutsideTensors:
         given = [changed[key] for key in self._latest if key in changed]
         self._latest.clear()
         for key, tensor in changed.items():
-            if not given or any(_overlap(tensor, other) for other in given):
+            if not given or any(overlap(tensor, other) for other in given):
                 self._known[key].written = True
 
     def written_by(
@@ -99,10 +98,3 @@ class OutsideTensors:
         for found in self.found():
             if found.written and len(found.hops) > 1:
                 yield SharedChange(found.name, "reads it", found.hops, found.where, _REMEDY)
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    if one is other or torch.strided not in (one.layout, other.layout):
-        return one is other
-    (begin, end), (begins, ends) = extent_of(one), extent_of(other)
-    return begin < ends and begins < end
