@@ -81,6 +81,6 @@ class WritesInside:
         return isinstance(tensor, FakeTensor) or (made is not None and made() is tensor)
 
     def forget(self) -> None:
-        """End the cycle with what is told of them."""
-        self._reads, self._stand_in = lambda tensor, held: None, lambda tensor: tensor
+        """End the cycle with what is asked and told."""
+        del self._hop, self._is_inside, self._reads, self._stand_in
         self._made.clear()
