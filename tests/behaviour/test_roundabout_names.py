@@ -1,6 +1,7 @@
 """Values that one stage sets and that other code reads in a roundabout way."""
 
 import functools
+import logging
 import time
 import weakref
 from collections.abc import Callable
@@ -120,6 +121,36 @@ def _add_by_name(net: Parts) -> None:
     getattr(net, "total").add_(1.0)  # noqa: B009 - as names of buffers are computed
 
 
+def _sets_on_logger(net: Parts) -> None:
+    logging.getLogger("parts").rate = _of_logger(net) + 0.5  # type: ignore[attr-defined]
+
+
+def _sets_on_local(net: Parts) -> None:
+    log = logging.getLogger("parts")
+    log.rate = _of_local(net) + 0.5  # type: ignore[attr-defined]
+
+
+def _of_logger(net: Parts) -> float:
+    return getattr(logging.getLogger("parts"), "rate", 1.0)
+
+
+def _of_local(net: Parts) -> float:
+    log = logging.getLogger("parts")
+    return log.rate if hasattr(log, "rate") else 1.0  # type: ignore[attr-defined]
+
+
+def _evaluated(net: Parts) -> float:
+    return 1.0 + eval("net.scale.calls")
+
+
+def _evaluated_with(net: Parts) -> float:
+    return 1.0 + eval(f"part.{'scale'}.calls", {"part": net})
+
+
+def _count_plainly(net: Parts) -> None:
+    net.scale.calls += 1
+
+
 WAYS: list[tuple[type[Parts], Callable[[Any], None], Callable[[Any], float]]] = [
     (InForward, _count_state, lambda net: 1.0 + 0.1 * State().calls),
     (InForward, _count_named, lambda net: 1.0 + 0.1 * Named("x").calls),
@@ -128,7 +159,17 @@ WAYS: list[tuple[type[Parts], Callable[[Any], None], Callable[[Any], float]]] = 
     (InHook, _keep_norm, lambda net: net.norms.get(net.b, 0.0)),
     (InHook, _count_state, lambda net: 0.1 * State().calls),
     (InHook, _add_by_name, lambda net: net.total.item()),
+    (InForward, _sets_on_logger, _of_logger),
+    (InForward, _sets_on_local, _of_local),
+    (InForward, _count_plainly, _evaluated),
+    (InForward, _count_plainly, _evaluated_with),
+    (InLoss, _count_plainly, _evaluated),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _no_rate() -> None:
+    vars(logging.getLogger("parts")).pop("rate", None)
 
 
 @pytest.mark.parametrize(("kind", "sets", "reads"), WAYS)
@@ -214,3 +255,22 @@ def test_a_tensor_for_the_loss_is_no_change_of_the_modules() -> None:
         pipe.forward_backward(X, target=X, loss_fn=loss)
     pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule="sequential")
     assert pipe.forward_backward(X, target=X, loss_fn=loss).loss.isfinite()
+
+
+class Counting(Parts):
+    """Counts on a logger, on one stage."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+            logging.getLogger("parts").rate += 1  # type: ignore[attr-defined]
+        with bp.Block(stage=1):
+            return self.b(h)
+
+
+def test_a_recording_leaves_no_count_on_a_logger() -> None:
+    log: Any = logging.getLogger("parts")
+    log.rate = 0
+    pipe = bp.Pipeline(Counting(_count_plainly, _of_logger), devices=stages(2), chunks=4)
+    pipe.forward_backward(X, target=X, loss_fn=mse_loss)
+    assert log.rate == 4

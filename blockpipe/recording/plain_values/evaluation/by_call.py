@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
+import itertools
 import os
 import types
 from collections.abc import Iterator
@@ -14,12 +16,15 @@ from torch import Tensor, nn
 from ...._common.libraries import is_users
 from ...._torch.modules import parameters_of, within
 from ...reads import mentioned
+from ..syntax.accesses import Access
 from ..syntax.effects import SETS_TORCHS
 from .expressions import Frame, members_of
 from .getters import asked_by_text, asked_of, hands_on, is_getter, is_setter, set_by
 from .members import ALL, NEEDS_GRADIENT, UNKNOWN, member_of, own_attributes
 from .registered import added_to, along_path, places_of, walked_by
+from .still_frames import StillFrame
 
+_EVALUATES = vars(builtins)["eval"]
 ASKS = (isinstance, type, id, hasattr, getattr, setattr, delattr, callable, vars, super)
 _SETS_SUBMODULE = nn.Module.set_submodule.__name__
 _Set = tuple[Any, Any, Any]  # an object, a name in it, and the value there before
@@ -63,9 +68,35 @@ def asked_by_call(node: ast.expr, frame: Frame) -> Iterator[tuple[Any, Any]]:
         yield from asked_by_text(frame.evaluated(node.func.value), given, named)
     if frame.evaluated(node.func) is os.path.expandvars:
         yield os.environ._data, ALL  # type: ignore[attr-defined]
+    if frame.evaluated(node.func) is _EVALUATES and node.args:
+        text, *spaces = map(frame.evaluated, node.args)
+        yield from _asked_in(text, [space for space in spaces if isinstance(space, dict)], frame)
     for function, args in _called_by(node, frame):
         yield from asked_of(function, args)
     yield from _asked_by_layer(frame.evaluated(node.func))
+
+
+def _asked_in(text: Any, spaces: list[dict[str, Any]], frame: Frame) -> Iterator[tuple[Any, Any]]:
+    """Yield the places that an expression reads which is a text.
+
+    Args:
+        text: the text.
+        spaces: the variables that it has; those of the frame, if there are none.
+        frame: the frame in which it is evaluated.
+    """
+    try:
+        parts = [*ast.walk(ast.parse(text.strip(), mode="eval"))]
+    except (AttributeError, SyntaxError, ValueError):  # it is no text, or not known
+        return
+    around = frame.frame
+    known = dict(itertools.chain.from_iterable(map(dict.items, spaces or [around.f_locals])))
+    still = StillFrame(frame.code, around.f_globals, known)
+    inner = Frame(still, {}, None)  # type: ignore[arg-type]
+    for part in parts:
+        if isinstance(part, ast.Name | ast.Attribute | ast.Subscript):
+            owner, key, _ = inner.owner_of(Access(part, True, False))
+            if owner is not None:
+                yield owner, key
 
 
 def _asked_by_layer(module: Any) -> Iterator[tuple[Any, str]]:

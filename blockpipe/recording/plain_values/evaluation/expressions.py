@@ -7,6 +7,7 @@ import ast
 import builtins
 import copy
 import functools
+import logging
 import os
 import types
 import weakref
@@ -66,7 +67,7 @@ class Frame:
         returned: the code that returned to the frame last, and its result.
 
     Attributes:
-        kept: the evaluated values that a ``functools.lru_cache`` keeps.
+        kept: the evaluated values that a ``functools.lru_cache`` keeps, and loggers.
     """
 
     def __init__(
@@ -182,6 +183,8 @@ class Frame:
             return kept[0] if len(kept) == 1 else UNKNOWN
         if function is globals:
             return self.frame.f_globals
+        if function is logging.getLogger:
+            return self._logger(*map(self.evaluated, node.args))
         if any(function is one for one in _WALKERS):
             return members_of(self, node)
         if function is dict and len(node.args) == 1 and not node.keywords:
@@ -213,6 +216,14 @@ class Frame:
             return self.frame.given_by(self.bound(node.func), node, self)
         return self._given(function)
 
+    def _logger(self, name: Any = logging.root.name) -> Any:
+        """Return a logger that is there. It lasts, though nothing of the model's may lead to it."""
+        loggers: dict[Any, Any] = {None: logging.root, logging.root.name: logging.root}
+        loggers |= logging.root.manager.loggerDict
+        found = loggers.get(name) if isinstance(name, str | None) else None
+        self.kept += [found] if isinstance(found, logging.Logger) else []
+        return UNKNOWN if found is None else found
+
     def _of_property(self, found: property, node: ast.Attribute) -> Any:
         if self.is_running:
             return self._given(found.fget)
@@ -224,7 +235,7 @@ class Frame:
         traced."""
         function = self.bound(node.func) if isinstance(node, ast.Call) else UNKNOWN
         is_traced = isinstance(function, types.FunctionType | types.MethodType)
-        return UNKNOWN if is_traced else self.evaluated(node)
+        return UNKNOWN if is_traced and function is not logging.getLogger else self.evaluated(node)
 
     def _given(self, function: Any) -> Any:
         """Return the value that a user's function, or a module's forward, has just returned."""
