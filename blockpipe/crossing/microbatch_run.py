@@ -85,7 +85,7 @@ class MicrobatchRun:
         listener: Listener | None = None,
     ) -> None:
         self.step = step
-        self.key = MicrobatchKey(step.number, microbatch) if key is None else key
+        self.key = MicrobatchKey(step.number, microbatch, step.known.number) if key is None else key
         self.microbatch = microbatch
         self.cursor = cursor
         self.place = Place(self.key, microbatch, listener)

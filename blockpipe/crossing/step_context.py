@@ -1,6 +1,7 @@
 """What the runs of one step share: the homes, the devices, what is known of the forward, and values
 that are copied once."""
 
+import itertools
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -73,6 +74,7 @@ class KnownForward:
         hops_rerunning_forward: hops with functions that may read twice what they saved.
         code_in_backward: hops in whose backward autograd calls code of the user's.
         written: the parameters and buffers that the forward writes to.
+        number: of the cut.
         custom_functions: names of the custom functions that the recording met.
     """
 
@@ -84,6 +86,7 @@ class KnownForward:
     hops_rerunning_forward: Collection[int] = ()
     code_in_backward: Collection[int] = ()
     written: Sequence[ParameterHome] = ()
+    number: int = field(default_factory=itertools.count().__next__)
     custom_functions: Collection[str] = ()
 
 

@@ -39,10 +39,17 @@ leave_out("_blockpipe_")
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class MicrobatchKey:
-    """The run that a tensor belongs to; compared by identity, printed in errors."""
+    """The run that a tensor belongs to; compared by identity, printed in errors. The cut is that of
+    the model into stages, by a number: each recording makes one."""
 
     step: int
     microbatch: int
+    cut: int = -1
+
+    def is_beyond(self, other: MicrobatchKey) -> bool:
+        """Return whether it was a step of another pipeline, or of this one with another cut: the
+        number of its stage says nothing to the other run, and the step is over."""
+        return self.step != RECORDING and self.cut != other.cut
 
 
 class Tag:

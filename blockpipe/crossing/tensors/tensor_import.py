@@ -223,6 +223,8 @@ class TensorImport:
             return tensor  # running state: a lane takes the micro-batches in order
         if self._may_share(tensor, tag):
             return self._shared(tensor, tag, reads)
+        if tag.key.is_beyond(self._place.key) and not needs_gradient:
+            return self._constant(tensor, reads)
         raise _of_another(tensor, tag, self._place)
 
     def _may_share(self, tensor: Tensor, tag: Tag) -> bool:

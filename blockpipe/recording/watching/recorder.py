@@ -213,7 +213,8 @@ class Recorder:
         is_untagged = getattr(tensor, TAG, None) is None
         if not self.has_made(inner):
             self.late.memory.add(inner)
-        if self.step.graphs.cut and getattr(inner, TAG, None) is None:
+        tag: Tag | None = getattr(inner, TAG, None)
+        if self.step.graphs.cut and (tag is None or tag.key.is_beyond(self.key)):
             if (held := self.held.get(id(inner))) is None and not isinstance(inner, FakeTensor):
                 self.outside_tensors.read(inner, self.hop)
             if held is None or not held.is_buffer:
@@ -281,9 +282,8 @@ class Recorder:
         """Return the tag for a tensor that was made here."""
         if self.result.fake and not isinstance(tensor, FakeTensor):
             return None  # what a fake run writes to in place, and outlives the recording
-        calls = set(self.calls)
         sources, segment = tuple(self._sources.values()), self.segments.current.index
-        return RecordedTag(self.key, self.hop, self.stage, calls, sources, segment)
+        return RecordedTag(self.key, self.hop, self.stage, set(self.calls), sources, segment)
 
     def note_read(self, tensor: Tensor, held: TensorInfo) -> None:
         if held.hop is None:
