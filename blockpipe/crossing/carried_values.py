@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import StateError
@@ -114,7 +115,7 @@ def _seen(value: Any) -> Any:
             return repr(value.__reduce__())
         except Exception:  # it cannot be copied
             return id(value)
-    if type(value) in (list, tuple, deque, set) and len(value) <= _MOST_MEMBERS:
+    if type(value) in (list, tuple, deque, set, torch.Size) and len(value) <= _MOST_MEMBERS:
         return [*map(_seen, value)]
     if type(value) is dict and len(value) <= _MOST_MEMBERS:
         return [(_seen(key), _seen(member)) for key, member in value.items()]

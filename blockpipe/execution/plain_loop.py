@@ -30,7 +30,7 @@ from ..stages.cursor import (
 )
 from .microbatch.failure_notes import note_failure
 from .microbatch.observed import PlainLoopObserver
-from .step_state import MicrobatchResult, StepState
+from .step_state import MicrobatchResult, StepState, copies_of
 
 _NOTHING = nullcontext()
 
@@ -112,6 +112,8 @@ class PlainLoop:
         result = state.results[m] = MicrobatchResult(loss.detach().clone())
         if "outputs" in self._request.want:
             result.outputs = detached(output)
+            if self._prepared.recording.overwrites_outputs:
+                result.outputs = copies_of(result.outputs, batch.size)
             result.on_host = [
                 self._is_asynchronous and isinstance(leaf, Tensor) and leaf.device.type == "cpu"
                 for leaf in leaves(output)

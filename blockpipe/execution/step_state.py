@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from .._common.nested import tensors
+from .._common.nested import map_tensors, tensors
 from ..batches.microbatch import Microbatch
 from ..crossing.carried_values import Carried, CarriedValues
 from ..crossing.constants import Constants
@@ -45,6 +45,16 @@ class MicrobatchResult:
     outputs: Any = None
     edges: list[tuple[int, GradientEdge] | None] = field(default_factory=list)
     on_host: list[bool] = field(default_factory=list)
+
+
+def copies_of(outputs: Any, size: int) -> Any:
+    """Return the outputs of a micro-batch, with copies of the tensors that have its samples, before
+    the next micro-batch writes to the same memory. Others may be weights."""
+
+    def kept(tensor: Tensor) -> Tensor:
+        return tensor.clone() if size in tensor.shape else tensor
+
+    return map_tensors(kept, outputs)
 
 
 class StepState:

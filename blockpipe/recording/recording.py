@@ -105,6 +105,7 @@ class Recording:
     switches: bool = False  # whether it sets switches of torch or the process for a while
     changes_process: bool = False  # where it prints to, or what it warns of, for a while
     writes_inputs: bool = False  # whether it writes in place to its arguments
+    overwrites_outputs: bool = False  # whether it writes to memory that it also returns
     views_of_inputs: set[int] = field(default_factory=set)  # arguments of which views cross
     input_bytes: int = 0  # of the tensors in the arguments of a micro-batch
     writes_across: bool = False  # whether it writes in place to a tensor of another hop

@@ -29,6 +29,7 @@ def looked_at_twice(run: Callable[[bool], Recording], crossed: CrossedMemory) ->
         for late in first.late_backwards:
             late.compared = late.compared or (late.written if late.settles else None)
         return first
+    first.overwrites_outputs = first.overwrites_outputs or crossed.overwrites
     again = {change.what for change in second.shared_changes}
     # In a real run a number may depend on the data, and be equal only for the same sample.
     lasts = (c for c in first.shared_changes if c.settles and (first.fake or c.is_traced))

@@ -48,6 +48,10 @@ class OutsideTensors:
         if self.knows(tensor):
             self._known[id(tensor)].written = True
 
+    def is_written(self, tensor: Tensor) -> bool:
+        """Return whether it is such a tensor, to which an operation wrote."""
+        return self.knows(tensor) and self._known[id(tensor)].written
+
     def look(self) -> None:
         """Note the tensors that an operation has written to, at its end. Views of one tensor share
         a version, but only those count that overlap with the operation's arguments."""

@@ -362,8 +362,9 @@ def _members_of(value: Any) -> Iterable[Any]:
 
 
 def shares_memory(function: Any) -> bool:
-    """Return whether a function makes a tensor that has the memory of an array."""
-    return any(function is one for one in _SHARE_MEMORY)
+    """Return whether a function makes a tensor that has the memory of an array, which autograd may
+    save."""
+    return torch.is_grad_enabled() and any(function is one for one in _SHARE_MEMORY)
 
 
 def is_looked_into(function: Any) -> bool:

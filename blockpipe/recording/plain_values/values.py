@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from ...crossing.tags import TAG, Tag
 from ..calls import Call
 from ..entries import SharedChange
@@ -261,7 +263,7 @@ def frozen(value: Any) -> Any:
     """Return a snapshot of a value, to be compared later."""
     if isinstance(value, _PLAIN):
         return type(value), value
-    if type(value) in (list, tuple) and len(value) <= _MOST_MEMBERS:
+    if type(value) in (list, tuple, torch.Size) and len(value) <= _MOST_MEMBERS:
         return type(value), [*map(frozen, value)]
     if type(value) is dict and len(value) <= _MOST_MEMBERS:
         return dict, [(frozen(key), frozen(member)) for key, member in value.items()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,11 +14,9 @@ from ..._common.libraries import is_users
 from ..._common.modules import MISSING, STATE, StateWithoutStandIns
 from ..._common.nested import map_tensors, tensors
 from ..._common.progress import Progress
-from ..._common.text import dtype_text
 from ..._common.threads.thread_state import as_ours, theirs
 from ..._torch.modules import COMPILED_CALL, is_compiled, no_cached_parametrizations
-from ..._torch.tensors import shape_of, version_of
-from ...batches.losses import own_loss_or_none
+from ..._torch.tensors import version_of
 from ...costs.meter import Meter
 from ...crossing.step_context import Graphs, KnownForward, StepContext
 from ...crossing.tags import was_written
@@ -27,7 +25,7 @@ from ...crossing.user_checkpoints import intercepting
 from ...restoring.holders import Holder, container_of
 from ...stages.cursor import set_cursor
 from ..calls import hops_by_path
-from ..entries import Hop, Output, SharedChange
+from ..entries import Hop, SharedChange
 from ..outside.code_beside import CodeBeside
 from ..outside.compared_members import TORCHS
 from ..outside.outside_state import OutsideState
@@ -56,6 +54,7 @@ from .held import held_tensors, hops_reading
 from .late.lasting_memory import LastingMemory
 from .late.late_backwards import LateBackwards
 from .late.late_reads import LateReads
+from .late.outputs import is_written, lasting_behind, outputs_of
 from .late.writes_inside import WritesInside
 from .mode import PackingSeen, RecordedForward, RecordingMode, SwapsSeen
 from .read_beside import ReadBeside
@@ -100,7 +99,8 @@ def run_watched(
         values.check()
         _note_backwards(request, recorder, output)
         kept = recorder.held.keys() | {id(tensor) for tensor, _ in given}
-        result.outputs = list(_outputs(output, kept))
+        result.outputs = list(outputs_of(output, kept))
+        behind = [*lasting_behind(output, recorder)]
         _note_code_beside(request, recorder, values)
         _note_state(model, recorder, values, [*holders, *request.modes])
         found = calls_that_leave_tensors(model, output, recorder, request.loss_fn)
@@ -118,6 +118,7 @@ def run_watched(
         conclude(model, recorder, versions)
     finally:
         recorder.activations.forget()
+    result.overwrites_outputs = any(is_written(base, recorder) for base in behind)
     if planned is None:
         result.unreached = [*unreached(model, result), *passed_over(result.hops)]
     return result
@@ -221,6 +222,8 @@ def _run(model: nn.Module, inputs: Any, recorder: Recorder, values: SharedValues
                 newest = recorder.run.newest(tensor)
                 if recorder.run.is_foreign(newest):
                     recorder.read_view(newest)
+                if not recorder.late.memory.behind(newest):
+                    recorder.late.crossed.returned(newest)
     return output
 
 
@@ -389,20 +392,6 @@ def _unread(model: nn.Module, reads: NamesRead) -> Iterator[str]:
                 is_switch = isinstance(value, bool | str) and name not in TORCHS
                 if is_switch and reads.is_unread(name, type(module)):
                     yield f"{path}.{name}"
-
-
-def _outputs(output: Any, given: Container[int]) -> Iterator[Output]:
-    """Yield the tensors that a forward returns, with the key or position that leads to each."""
-    loss = own_loss_or_none(output)
-    named: Iterable[tuple[Any, Any]] = [("the output", output)]
-    if isinstance(output, Mapping):
-        named = ((f"output {key!r}", value) for key, value in output.items())
-    elif isinstance(output, tuple | list):
-        named = ((f"output {index}", value) for index, value in enumerate(output))
-    for name, value in named:
-        for tensor in tensors(value):
-            shape, dtype = shape_of(tensor), dtype_text(tensor.dtype)
-            yield Output(name, shape, dtype, tensor is loss, id(tensor) in given)
 
 
 @contextlib.contextmanager

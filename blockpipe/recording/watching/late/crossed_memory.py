@@ -35,12 +35,14 @@ class CrossedMemory:
 
     Attributes:
         views: the positions of the forward's tensors, among its arguments, of which views crossed.
+        overwrites: whether the second run has written to what the first one has returned.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, _Crossed] = {}  # by the storage
         self._given: dict[int, tuple[int, Tensor]] = {}  # by the storage
-        self._is_second = False
+        self._returned: dict[int, torch.UntypedStorage] = {}  # by itself
+        self._is_second = self.overwrites = False
         self.views: set[int] = set()
 
     def begins(self, *, is_second: bool) -> None:
@@ -48,6 +50,7 @@ class CrossedMemory:
         self._is_second = is_second
         if not is_second:
             self._known.clear()
+            self._returned.clear()
 
     def given(self, arguments: Iterable[Tensor]) -> None:
         """Note the tensors that the forward is given."""
@@ -65,22 +68,28 @@ class CrossedMemory:
                 new = _Crossed(tensor.untyped_storage(), users_line())
                 self._known.setdefault(key, new).hops.add(hop)
 
+    def returned(self, tensor: Tensor) -> None:
+        """Note that the forward returns a tensor that it has made."""
+        with without_torch_functions():
+            key = None if self._is_second else key_of(tensor)
+            if key is not None:
+                self._returned[key] = tensor.untyped_storage()
+
     def stays(self) -> bool:
         """Return whether the first run, which is over, has left any of it; drop the rest."""
-        own = 1  # the storage object here
-        for key, known in [*self._known.items()]:
-            if holders_of(known.storage) <= own:
-                del self._known[key]
-        return bool(self._known)
+        self._known = {k: one for k, one in self._known.items() if _is_held(one.storage)}
+        self._returned = {k: one for k, one in self._returned.items() if _is_held(one)}
+        return bool(self._known or self._returned)
 
     def writing(self, written: Iterable[Tensor], hop: int) -> None:
         """Note what the second run is about to write to."""
-        if not (self._is_second and self._known):
+        if not (self._is_second and (self._known or self._returned)):
             return
         with without_torch_functions():
             for tensor in written:
-                known = self._known.get(key_of(tensor) or 0)
-                if known is not None:
+                key = key_of(tensor) or 0
+                self.overwrites = self.overwrites or key in self._returned
+                if (known := self._known.get(key)) is not None:
                     known.written.setdefault(max(hop, 0), users_line())
 
     def shared(self) -> Iterator[SharedChange]:
@@ -96,3 +105,9 @@ class CrossedMemory:
         """Release the memory."""
         self._known.clear()
         self._given.clear()
+        self._returned.clear()
+
+
+def _is_held(storage: torch.UntypedStorage) -> bool:
+    """Return whether a tensor has a storage, and not only Python's object of it here."""
+    return holders_of(storage) > 1
