@@ -14,7 +14,7 @@ from blockpipe.errors import StateError
 from ..models import square
 from ..parameter_sets import each_value, every_pair
 from ..parity import assert_same_gradients, plain_step
-from ..stage_devices import assert_close, stages
+from ..stage_devices import assert_close, host, stages
 
 SCHEDULES = ["1f1b", "gpipe", "sequential"]
 TABLES: dict[object, Tensor] = {}
@@ -389,14 +389,28 @@ WRITES = [
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 @pytest.mark.parametrize("write", WRITES)
 def test_a_table_that_a_later_forward_writes_to_is_no_constant(write, mode):
-    net, x = _Writes(write), torch.randn(2, 4)
-    pipe = bp.Pipeline(net, devices=stages(2), chunks=1)
+    net, x = _Writes(write), torch.randn(8, 4)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
     with mode():
         for _ in range(2):
             pipe(x)
         net.is_later = True
-        with pytest.raises(StateError, match="belongs to micro-batch 0 of an earlier step"):
+        with pytest.raises(StateError, match=r"reads it on hops \[0, 1\]"):
             pipe(x)
+
+
+@pytest.mark.filterwarnings("ignore:chunks=1")
+@pytest.mark.parametrize("write", WRITES)
+def test_one_micro_batch_may_write_to_such_a_table(write):
+    net, x = _Writes(write), torch.randn(2, 4)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=1)
+    with torch.no_grad():
+        pipe(x)
+        net.is_later = True
+        found = host(pipe(x))
+        plain = copy.deepcopy(pipe.unplace()).to(stages(1)[0])
+        plain.mask = torch.zeros(4, device=stages(1)[0])
+        assert_close(found, host(plain(x.to(stages(1)[0]))))
 
 
 def test_a_random_table_that_is_made_once_is_everybodys():

@@ -277,8 +277,10 @@ class TensorImport:
     def _check_memory(self, tensor: Tensor) -> None:
         """Raise :class:`StateError` for a view of what the forward writes to, which no recording
         has shown."""
-        home = self._step.written_memory.get(memory_of(tensor))
-        if home is not None and overlap(tensor, home.tensor):
+        home = self._step.written_memory.get(memory := memory_of(tensor))
+        if home is None or memory_of(home.tensor) != memory:  # it has got other memory since
+            return
+        if overlap(tensor, home.tensor):
             raise StateError(
                 f"{home.name!r} is written by the forward on stage {home.stage}, and a view of it, "
                 f"of shape {shape_of(tensor)}, is read on stage {self._place.stage} "
