@@ -30,7 +30,7 @@ from ..stages.cursor import (
 )
 from .microbatch.failure_notes import note_failure
 from .microbatch.observed import PlainLoopObserver
-from .step_state import MicrobatchResult, StepState, copies_of
+from .step_state import MicrobatchResult, StepState, apart, copies_of
 
 _NOTHING = nullcontext()
 
@@ -111,7 +111,7 @@ class PlainLoop:
         check_differentiable(loss)
         result = state.results[m] = MicrobatchResult(loss.detach().clone())
         if "outputs" in self._request.want:
-            result.outputs = detached(output)
+            result.outputs = apart(detached(output))
             if self._prepared.recording.overwrites_outputs:
                 result.outputs = copies_of(result.outputs, batch.size)
             result.on_host = [

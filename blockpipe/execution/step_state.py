@@ -47,6 +47,16 @@ class MicrobatchResult:
     on_host: list[bool] = field(default_factory=list)
 
 
+def apart(value: Any) -> Any:
+    """Return outputs with their plain lists and dictionaries copied: the model may have the same
+    ones for the next micro-batch, and go on with them."""
+    if type(value) in (list, tuple):
+        return type(value)([apart(item) for item in value])
+    if type(value) is dict:
+        return {key: apart(item) for key, item in value.items()}
+    return value
+
+
 def copies_of(outputs: Any, size: int) -> Any:
     """Return the outputs of a micro-batch, with copies of the tensors that have its samples, before
     the next micro-batch writes to the same memory. Others may be weights."""

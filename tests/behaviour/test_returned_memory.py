@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate, mse_loss
 
 import blockpipe as bp
+from blockpipe.errors import MicrobatchError
 
 from ..stage_devices import assert_close, host, stages
 
@@ -150,3 +151,39 @@ def test_a_size_of_torchs_may_be_kept_for_a_later_stage(size: Callable[[Tensor],
         ).loss
         assert loss.isfinite()
     assert tuple(net.size) == (16, 16)
+
+
+def _scores(net: Any, out: Tensor) -> list[float]:
+    net.scores.clear()
+    net.scores.extend(row.max().item() for row in out)
+    return net.scores  # type: ignore[no-any-return]
+
+
+def _history(net: Any, out: Tensor) -> tuple[Tensor, list[float]]:
+    net.scores.append(1.0)
+    return out, net.scores
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "sequential"])
+def test_each_micro_batch_has_its_own_list(schedule: str) -> None:
+    net = Filled(_scores)
+    net.scores = []  # type: ignore[assignment]
+    with torch.no_grad():
+        expected = [row.max().item() for row in net.b(net.a(X).tanh())]
+        dims = {"output": "list"}
+        pipe = bp.Pipeline(
+            net,
+            devices=stages(2),
+            chunks=4,
+            schedule=schedule,
+            batch_dims=dims,  # type: ignore[arg-type]
+        )
+        assert pipe(X) == pytest.approx(expected)
+
+
+def test_a_list_that_grows_from_forward_to_forward_cannot_be_joined() -> None:
+    net = Filled(_history)
+    net.scores = []  # type: ignore[assignment]
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    with torch.no_grad(), pytest.raises(MicrobatchError, match="as many members|the same members"):
+        pipe(X)
