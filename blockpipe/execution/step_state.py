@@ -19,6 +19,7 @@ from ..devices.devices import is_asynchronous
 from ..devices.digests import Comparisons
 from ..devices.observer import Watch
 from ..preparation.prepared import Prepared
+from ..recording.plain_values.places import is_array
 from .microbatch.kept_values import KeptValues
 from .microbatch.left_kinds import LeftKinds, LeftTrained
 from .microbatch.shared_arguments import SharedArguments
@@ -48,13 +49,13 @@ class MicrobatchResult:
 
 
 def apart(value: Any) -> Any:
-    """Return outputs with their plain lists and dictionaries copied: the model may have the same
-    ones for the next micro-batch, and go on with them."""
+    """Return outputs with their plain lists, dictionaries and arrays copied: the model may have the
+    same ones for the next micro-batch, and go on with them."""
     if type(value) in (list, tuple):
         return type(value)([apart(item) for item in value])
     if type(value) is dict:
         return {key: apart(item) for key, item in value.items()}
-    return value
+    return value.copy() if is_array(value) else value
 
 
 def copies_of(outputs: Any, size: int) -> Any:

@@ -1,7 +1,7 @@
 """Outputs whose memory the next micro-batch writes to, and other memory and sizes that last."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import pytest
@@ -138,8 +138,22 @@ class Resized(nn.Module):
             return interpolate(self.b(x), size=self.size)
 
 
+class Sides(NamedTuple):
+    """The sides of an image."""
+
+    height: int
+    width: int
+
+
 @pytest.mark.parametrize(
-    "size", [lambda x: x.shape[2:], lambda x: x.size()[2:], lambda x: tuple(x.shape[2:])]
+    "size",
+    [
+        lambda x: x.shape[2:],
+        lambda x: x.size()[2:],
+        lambda x: tuple(x.shape[2:]),
+        lambda x: Sides(*x.shape[2:]),
+        lambda x: next(frame.shape[-2:] for frame in (x, x[:1])),
+    ],
 )
 def test_a_size_of_torchs_may_be_kept_for_a_later_stage(size: Callable[[Tensor], Any]) -> None:
     torch.manual_seed(0)
@@ -187,3 +201,44 @@ def test_a_list_that_grows_from_forward_to_forward_cannot_be_joined() -> None:
     pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
     with torch.no_grad(), pytest.raises(MicrobatchError, match="as many members|the same members"):
         pipe(X)
+
+
+def _array(net: Any, out: Tensor) -> Any:
+    net.array[:] = out.detach().cpu().numpy()
+    return [net.array]
+
+
+@pytest.mark.cpu("arrays are the host's")
+def test_each_micro_batch_has_its_own_array() -> None:
+    net = Filled(_array)
+    net.array = numpy.zeros((4, 4), "float32")  # type: ignore[assignment]
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, batch_dims={"output": None})
+    with torch.no_grad():
+        expected = net.b(net.a(X).tanh()).numpy()
+        found = numpy.concatenate([array for (array,) in pipe(X)])
+    assert numpy.allclose(found, expected)
+
+
+class Placed(nn.Module):
+    """Keeps for a later stage where, and of which kind, its input is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            self.device, self.kind = x.device, x.dtype
+            x = self.a(x)
+        with bp.Block(stage=1):
+            return self.b(x) + torch.ones(4, device=self.device, dtype=self.kind)
+
+
+@pytest.mark.cpu("the first stage's device is not the second one's")
+def test_a_device_and_a_dtype_may_be_kept_for_a_later_stage() -> None:
+    net = Placed()
+    with torch.no_grad():
+        expected = net.b(net.a(X)) + 1
+        pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+        for _ in range(2):
+            assert_close(host(pipe(X)), expected)

@@ -20,7 +20,10 @@ from .places import tensors_in
 _MOST_MEMBERS = 256  # of a container; larger ones are compared by identity
 _Place = tuple[int, Any]  # an object by its id, and a name or key in it
 _CONTAINERS = (list, dict, set, deque)
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum)
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None), enum.Enum, range),
+    *(torch.dtype, torch.device),
+)
 
 
 @dataclass
@@ -263,8 +266,19 @@ def frozen(value: Any) -> Any:
     """Return a snapshot of a value, to be compared later."""
     if isinstance(value, _PLAIN):
         return type(value), value
-    if type(value) in (list, tuple, torch.Size) and len(value) <= _MOST_MEMBERS:
+    if _is_in_order(value) and len(value) <= _MOST_MEMBERS:
         return type(value), [*map(frozen, value)]
+    if type(value) is slice:
+        return slice, [frozen(value.start), frozen(value.stop), frozen(value.step)]
+    if type(value) is frozenset and all(isinstance(member, _PLAIN) for member in value):
+        return frozenset, value
     if type(value) is dict and len(value) <= _MOST_MEMBERS:
         return dict, [(frozen(key), frozen(member)) for key, member in value.items()]
     return value if value is UNKNOWN else _Identity(value)
+
+
+def _is_in_order(value: Any) -> bool:
+    """Return whether a value is a list or a tuple, torch's size or one with names for its members
+    too."""
+    is_named = isinstance(value, tuple) and hasattr(type(value), "_fields")
+    return type(value) in (list, tuple, torch.Size) or is_named
