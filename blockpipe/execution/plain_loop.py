@@ -30,7 +30,8 @@ from ..stages.cursor import (
 )
 from .microbatch.failure_notes import note_failure
 from .microbatch.observed import PlainLoopObserver
-from .step_state import MicrobatchResult, StepState, apart, copies_of
+from .microbatch.outputs import apart
+from .step_state import MicrobatchResult, StepState
 
 _NOTHING = nullcontext()
 
@@ -111,9 +112,8 @@ class PlainLoop:
         check_differentiable(loss)
         result = state.results[m] = MicrobatchResult(loss.detach().clone())
         if "outputs" in self._request.want:
-            result.outputs = apart(detached(output))
-            if self._prepared.recording.overwrites_outputs:
-                result.outputs = copies_of(result.outputs, batch.size)
+            overwritten = self._prepared.recording.overwrites_outputs
+            result.outputs = apart(detached(output), batch.size, overwritten=overwritten)
             result.on_host = [
                 self._is_asynchronous and isinstance(leaf, Tensor) and leaf.device.type == "cpu"
                 for leaf in leaves(output)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from .._common.nested import map_tensors, tensors
+from .._common.nested import tensors
 from ..batches.microbatch import Microbatch
 from ..crossing.carried_values import Carried, CarriedValues
 from ..crossing.constants import Constants
@@ -19,7 +19,6 @@ from ..devices.devices import is_asynchronous
 from ..devices.digests import Comparisons
 from ..devices.observer import Watch
 from ..preparation.prepared import Prepared
-from ..recording.plain_values.places import is_array
 from .microbatch.kept_values import KeptValues
 from .microbatch.left_kinds import LeftKinds, LeftTrained
 from .microbatch.shared_arguments import SharedArguments
@@ -46,26 +45,6 @@ class MicrobatchResult:
     outputs: Any = None
     edges: list[tuple[int, GradientEdge] | None] = field(default_factory=list)
     on_host: list[bool] = field(default_factory=list)
-
-
-def apart(value: Any) -> Any:
-    """Return outputs with their plain lists, dictionaries and arrays copied: the model may have the
-    same ones for the next micro-batch, and go on with them."""
-    if type(value) in (list, tuple):
-        return type(value)([apart(item) for item in value])
-    if type(value) is dict:
-        return {key: apart(item) for key, item in value.items()}
-    return value.copy() if is_array(value) else value
-
-
-def copies_of(outputs: Any, size: int) -> Any:
-    """Return the outputs of a micro-batch, with copies of the tensors that have its samples, before
-    the next micro-batch writes to the same memory. Others may be weights."""
-
-    def kept(tensor: Tensor) -> Tensor:
-        return tensor.clone() if size in tensor.shape else tensor
-
-    return map_tensors(kept, outputs)
 
 
 class StepState:

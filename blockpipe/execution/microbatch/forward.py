@@ -26,10 +26,11 @@ from ...devices.sanitizer import Sanitizer
 from ...errors import not_caught
 from ...stages.cursor import Cursor, set_cursor, set_microbatch
 from ..lanes.lane_threads import Abandoned, Cross
-from ..step_state import MicrobatchResult, StepState, apart, copies_of
+from ..step_state import MicrobatchResult, StepState
 from .arguments import MicrobatchArguments
 from .failure_notes import note_failure
 from .observed import observed_border
+from .outputs import apart
 
 _NOTHING = nullcontext()
 
@@ -192,9 +193,9 @@ class MicrobatchForward:
             result.outputs = map_tensors(
                 lambda t: t if starts_backward and not is_cut else run.newest(t).detach(), output
             )
-            result.outputs = apart(result.outputs)
-            if self._prepared.recording.overwrites_outputs:
-                result.outputs = copies_of(result.outputs, self._request.microbatches[m].size)
+            overwritten = self._prepared.recording.overwrites_outputs
+            size = self._request.microbatches[m].size
+            result.outputs = apart(result.outputs, size, overwritten=overwritten)
         return result
 
 
