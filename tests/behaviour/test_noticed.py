@@ -205,14 +205,14 @@ def test_a_parameter_that_is_written_and_read_on_several_stages_is_refused(how):
 @pytest.mark.cpu("the write races with a copy, as it would on any accelerator, before it is found")
 @pytest.mark.parametrize("how", ["in place", "data"])
 def test_a_parameter_that_is_written_later_is_found_by_that_step(how):
-    """Silently each micro-batch had what the others had made of it."""
+    """Silently each micro-batch had what the others had made of it. Where a write comes between a
+    forward and its backward, torch's own error is first."""
     net = Averages(how, False)
     pipe = _pipe(net)
     pipe.forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
     net.warm[0] = True
-    with pytest.raises(
-        StateError, match=r"'k.weight'.* was written (during the step|in place, there or)"
-    ):
+    found = r"'k.weight'.* was written (during the step|in place, there or)|by an inplace operation"
+    with pytest.raises(RuntimeError, match=found):
         pipe.forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
 
 
