@@ -273,3 +273,120 @@ def test_a_copy_of_such_an_argument_crosses() -> None:
     pipe = bp.Pipeline(net, devices=stages(2), chunks=4, batch_dims={"table": None})
     assert pipe.forward_backward(X, table, target=X, loss_fn=mse_loss).loss.isfinite()
     assert_close(table, torch.full((5, 4), 0.9**4, device=table.device))
+
+
+class Lazy(Function):
+    """Makes its memory at the first call, and keeps it for all."""
+
+    memory: Tensor | None = None
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        if Lazy.memory is None or Lazy.memory.shape != x.shape:
+            Lazy.memory = torch.empty_like(x)
+        torch.sigmoid(x, out=Lazy.memory)
+        time.sleep(0.002)
+        ctx.save_for_backward(x)
+        return x * Lazy.memory
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * (x.sigmoid() + x * x.sigmoid() * (1 - x.sigmoid()))
+
+
+class Applies(nn.Module):
+    """Applies it on one stage, or on both."""
+
+    def __init__(self, *, both: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.both = nn.Linear(4, 4), nn.Linear(4, 4), both
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = Lazy.apply(self.a(x))
+        with bp.Block(stage=1):
+            h = self.b(h)
+            return Lazy.apply(h) if self.both else h
+
+
+@pytest.fixture(autouse=True)
+def _no_memory() -> None:
+    Lazy.memory = None
+
+
+def test_memory_that_functions_of_two_stages_make_at_the_first_call_is_refused() -> None:
+    pipe = bp.Pipeline(Applies(both=True), devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match=r"on hops \[0, 1\]"):
+        pipe.forward_backward(X, target=X, loss_fn=mse_loss)
+
+
+def test_memory_that_a_function_of_one_stage_makes_at_the_first_call_is_its_own() -> None:
+    torch.manual_seed(0)
+    net = Applies(both=False)
+    torch.manual_seed(0)
+    plain = Applies(both=False)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    for _ in range(2):
+        expected = plain_step(plain, (X,), {}, X, mse_loss, 4)
+        assert_close(pipe.forward_backward(X, target=X, loss_fn=mse_loss).loss, expected)
+    assert_same_gradients(net, plain)
+
+
+class ByMean(Function):
+    """Reads a buffer that is none of its arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, net: Any) -> Tensor:
+        ctx.scale = 1 / (1 + net.mean)
+        return x * ctx.scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.scale, None
+
+
+class ReadsInside(nn.Module):
+    """The first stage keeps a mean, which the second one reads in a function, or in a hook."""
+
+    def __init__(self, *, by_hook: bool, writes: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.by_hook, self.writes = (
+            nn.Linear(4, 4),
+            nn.Linear(4, 4),
+            by_hook,
+            writes,
+        )
+        self.register_buffer("mean", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+            if self.writes:
+                self.mean.mul_(0.5).add_(h.detach().mean(0))
+        with bp.Block(stage=1):
+            if not self.by_hook:
+                return self.b(ByMean.apply(h, self))
+            with saved_tensors_hooks(lambda t: t * (1 + self.mean.mean()), lambda t: t):
+                return self.b(h)
+
+
+@pytest.mark.cpu("the buffer is on the first stage's device alone")
+@pytest.mark.parametrize("by_hook", [False, True])
+def test_a_buffer_that_is_read_where_no_function_shows_it_is_refused(by_hook: bool) -> None:
+    net = ReadsInside(by_hook=by_hook, writes=True)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match="'mean' is written by the forward and read on hops"):
+        pipe.forward_backward(X, target=X, loss_fn=mse_loss)
+
+
+@pytest.mark.cpu("the buffer is on the first stage's device alone")
+def test_a_buffer_that_nobody_writes_may_be_read_there() -> None:
+    torch.manual_seed(0)
+    net = ReadsInside(by_hook=False, writes=False)
+    torch.manual_seed(0)
+    plain = ReadsInside(by_hook=False, writes=False)
+    expected = plain_step(plain, (X,), {}, X, mse_loss, 4)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    assert_close(pipe.forward_backward(X, target=X, loss_fn=mse_loss).loss, expected)
+    assert_same_gradients(net, plain)

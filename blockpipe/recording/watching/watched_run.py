@@ -171,7 +171,8 @@ def _watching(request: RecordRequest, result: Recording, holders: list[Holder]) 
     recorder.late.inside = WritesInside(
         *(memory, recorder.held, recorder.outside_tensors),
         hop=lambda: recorder.hop,
-        is_inside=lambda: recorder.run.sealed > 0 or reads.packing > 0,
+        is_in_function=lambda: recorder.run.sealed > 0,
+        is_packing=lambda: reads.packing > 0,
         reads=recorder.note_read,
         stand_in=recorder.stand_in,
     )
@@ -220,7 +221,8 @@ def _run(model: nn.Module, inputs: Any, recorder: Recorder, values: SharedValues
             recorder.run.notice_writes()
             for tensor in tensors(output):
                 newest = recorder.run.newest(tensor)
-                if recorder.run.is_foreign(newest):
+                is_own = recorder.has_made(newest) or id(newest) in recorder.held
+                if recorder.run.is_foreign(newest) or not is_own:
                     recorder.read_view(newest)
                 if not recorder.late.memory.behind(newest):
                     recorder.late.crossed.returned(newest)

@@ -7,6 +7,7 @@ run of a recorded forward finds what the first one has left, and shows the write
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -36,6 +37,7 @@ class CrossedMemory:
     Attributes:
         views: the positions of the forward's tensors, among its arguments, of which views crossed.
         overwrites: whether the second run has written to what the first one has returned.
+        stay: what else may stay of the first run, of what its custom functions have made.
     """
 
     def __init__(self) -> None:
@@ -44,6 +46,7 @@ class CrossedMemory:
         self._returned: dict[int, torch.UntypedStorage] = {}  # by itself
         self._is_second = self.overwrites = False
         self.views: set[int] = set()
+        self.stay: list[weakref.ref[Tensor]] = []
 
     def begins(self, *, is_second: bool) -> None:
         """Note that a run begins."""
@@ -51,6 +54,7 @@ class CrossedMemory:
         if not is_second:
             self._known.clear()
             self._returned.clear()
+            self.stay.clear()
 
     def given(self, arguments: Iterable[Tensor]) -> None:
         """Note the tensors that the forward is given."""
@@ -79,7 +83,8 @@ class CrossedMemory:
         """Return whether the first run, which is over, has left any of it; drop the rest."""
         self._known = {k: one for k, one in self._known.items() if _is_held(one.storage)}
         self._returned = {k: one for k, one in self._returned.items() if _is_held(one)}
-        return bool(self._known or self._returned)
+        is_kept = any(made() is not None for made in self.stay)
+        return is_kept or bool(self._known or self._returned)
 
     def writing(self, written: Iterable[Tensor], hop: int) -> None:
         """Note what the second run is about to write to."""

@@ -237,7 +237,7 @@ class LateBackwards:
         """Release all tensors, and end the cycle with what is told of writes."""
         self._hop, self._wrote = int, _nothing
         self.memory.forget()
-        self.inside.forget()
+        self.crossed.stay += self.inside.forget()
         self.reads.forget()
         self._writes.clear()
 
