@@ -55,7 +55,7 @@ from .late.lasting_memory import LastingMemory
 from .late.late_backwards import LateBackwards
 from .late.late_reads import LateReads
 from .late.outputs import is_written, lasting_behind, outputs_of
-from .late.writes_inside import WritesInside
+from .late.uses_inside import UsesInside
 from .mode import PackingSeen, RecordedForward, RecordingMode, SwapsSeen
 from .read_beside import ReadBeside
 from .recorder import Recorder
@@ -168,7 +168,7 @@ def _watching(request: RecordRequest, result: Recording, holders: list[Holder]) 
     reads = LateReads(memory, *around)
     told = recorder.hop_here, recorder.wrote_unseen
     recorder.late = LateBackwards(recorder.held, memory, reads, *told)
-    recorder.late.inside = WritesInside(
+    recorder.late.inside = UsesInside(
         *(memory, recorder.held, recorder.outside_tensors),
         hop=lambda: recorder.hop,
         is_in_function=lambda: recorder.run.sealed > 0,

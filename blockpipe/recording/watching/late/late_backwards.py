@@ -26,7 +26,7 @@ from ...entries import LateBackward, TensorInfo
 from .crossed_memory import CrossedMemory
 from .lasting_memory import LastingMemory, MemoryPart
 from .late_reads import LateRead, LateReads
-from .writes_inside import WritesInside
+from .uses_inside import UsesInside
 
 _CLONE = "clone() it before it is used, write it between steps"
 _INITIALIZE = (
@@ -82,7 +82,7 @@ class LateBackwards:
 
     Attributes:
         crossed: the memory of what has crossed in the first of two runs.
-        inside: watches writes that no torch function shows.
+        inside: watches the uses that no torch function shows.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class LateBackwards:
     ) -> None:
         self._held, self._hop, self._wrote = held, hop, wrote
         self.memory, self.reads, self.crossed = memory, reads, CrossedMemory()
-        self.inside: WritesInside
+        self.inside: UsesInside
         self._pending: list[_Write] = []
         self._writes: list[_Write] = []
         self._statistics: set[int] = set()  # ids of what the operation under way updates

@@ -20,8 +20,8 @@ from ...outside.outside_tensors import OutsideTensors
 from .lasting_memory import LastingMemory
 
 
-class WritesInside:
-    """Watch one forward for such reads and writes.
+class UsesInside:
+    """Watch one forward for such uses.
 
     Args:
         memory: which outlives the forward.
