@@ -390,3 +390,39 @@ def test_a_buffer_that_nobody_writes_may_be_read_there() -> None:
     pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
     assert_close(pipe.forward_backward(X, target=X, loss_fn=mse_loss).loss, expected)
     assert_same_gradients(net, plain)
+
+
+class LazyMask(Function):
+    """Keeps a mask for its backward, in memory that it makes at the first call."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, net: Any) -> Tensor:
+        if net.mask is None:
+            net.mask = torch.empty_like(x)
+        net.mask.copy_((x.detach() > 0).to(x.dtype))
+        ctx.net = net
+        return x * net.mask
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.net.mask, None
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.mask: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = LazyMask.apply(self.a(x), self)
+        with bp.Block(stage=1):
+            return self.b(h)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_mask_in_memory_that_the_first_call_makes_is_refused(schedule: str) -> None:
+    pipe = bp.Pipeline(Masked(), devices=stages(2), chunks=4, schedule=schedule)
+    with pytest.raises(StateError, match="an earlier micro-batch|under way at once"):
+        pipe.forward_backward(X, target=X, loss_fn=mse_loss)

@@ -249,6 +249,9 @@ def _told_below(recorder: Recorder) -> tuple[Callable[..., None], ...]:
         written = [*written]
         recorder.late.inside.writing(written)
         recorder.late.crossed.writing(written, recorder.hop)
+        for tensor in written:
+            if late.memory.place_of(tensor) is None:
+                late.crossed.filled(tensor)
         late.writing(written)
 
     def given(operands: Iterable[Tensor]) -> None:

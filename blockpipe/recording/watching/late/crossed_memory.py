@@ -44,6 +44,7 @@ class CrossedMemory:
         self._known: dict[int, _Crossed] = {}  # by the storage
         self._given: dict[int, tuple[int, Tensor]] = {}  # by the storage
         self._returned: dict[int, torch.UntypedStorage] = {}  # by itself
+        self._filled: dict[int, torch.UntypedStorage] = {}
         self._is_second = self.overwrites = False
         self.views: set[int] = set()
         self.stay: list[weakref.ref[Tensor]] = []
@@ -54,6 +55,7 @@ class CrossedMemory:
         if not is_second:
             self._known.clear()
             self._returned.clear()
+            self._filled.clear()
             self.stay.clear()
 
     def given(self, arguments: Iterable[Tensor]) -> None:
@@ -74,16 +76,24 @@ class CrossedMemory:
 
     def returned(self, tensor: Tensor) -> None:
         """Note that the forward returns a tensor that it has made."""
+        self._note(tensor, self._returned)
+
+    def filled(self, tensor: Tensor) -> None:
+        """Note that the forward writes in place to a tensor that it has made."""
+        self._note(tensor, self._filled)
+
+    def _note(self, tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> None:
         with without_torch_functions():
             key = None if self._is_second else key_of(tensor)
             if key is not None:
-                self._returned[key] = tensor.untyped_storage()
+                storages[key] = tensor.untyped_storage()
 
     def stays(self) -> bool:
         """Return whether the first run, which is over, has left any of it; drop the rest."""
         self._known = {k: one for k, one in self._known.items() if _is_held(one.storage)}
         self._returned = {k: one for k, one in self._returned.items() if _is_held(one)}
         is_kept = any(made() is not None for made in self.stay)
+        is_kept = is_kept or any(map(_is_held, self._filled.values()))
         return is_kept or bool(self._known or self._returned)
 
     def writing(self, written: Iterable[Tensor], hop: int) -> None:
@@ -111,6 +121,7 @@ class CrossedMemory:
         self._known.clear()
         self._given.clear()
         self._returned.clear()
+        self._filled.clear()
 
 
 def _is_held(storage: torch.UntypedStorage) -> bool:
