@@ -11,12 +11,11 @@ import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...._common.callsite import users_line
 from ...._torch.modes import without_torch_functions
-from ...._torch.tensors import holders_of
 from ...entries import SharedChange
 from ..saved_tensors import key_of
 
@@ -25,7 +24,7 @@ _REMEDY = "keep a copy (tensor.clone()), or add to it out of place (total = tota
 
 @dataclass
 class _Crossed:
-    storage: torch.UntypedStorage
+    storage: StorageWeakRef
     where: str  # the line that reads it
     hops: set[int] = field(default_factory=set)  # that read it
     written: dict[int, str] = field(default_factory=dict)  # the lines by hop
@@ -43,8 +42,8 @@ class CrossedMemory:
     def __init__(self) -> None:
         self._known: dict[int, _Crossed] = {}  # by the storage
         self._given: dict[int, tuple[int, Tensor]] = {}  # by the storage
-        self._returned: dict[int, torch.UntypedStorage] = {}  # by itself
-        self._filled: dict[int, torch.UntypedStorage] = {}
+        self._returned: dict[int, StorageWeakRef] = {}  # by itself
+        self._filled: dict[int, StorageWeakRef] = {}
         self._is_second = self.overwrites = False
         self.views: set[int] = set()
         self.stay: list[weakref.ref[Tensor]] = []
@@ -71,7 +70,7 @@ class CrossedMemory:
                 at, given = self._given[key]
                 self.views |= {at} if tensor is not given else set()
             elif key is not None:
-                new = _Crossed(tensor.untyped_storage(), users_line())
+                new = _Crossed(StorageWeakRef(tensor.untyped_storage()), users_line())
                 self._known.setdefault(key, new).hops.add(hop)
 
     def returned(self, tensor: Tensor) -> None:
@@ -82,11 +81,11 @@ class CrossedMemory:
         """Note that the forward writes in place to a tensor that it has made."""
         self._note(tensor, self._filled)
 
-    def _note(self, tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> None:
+    def _note(self, tensor: Tensor, storages: dict[int, StorageWeakRef]) -> None:
         with without_torch_functions():
             key = None if self._is_second else key_of(tensor)
             if key is not None:
-                storages[key] = tensor.untyped_storage()
+                storages[key] = StorageWeakRef(tensor.untyped_storage())
 
     def stays(self) -> bool:
         """Return whether the first run, which is over, has left any of it; drop the rest."""
@@ -124,6 +123,6 @@ class CrossedMemory:
         self._filled.clear()
 
 
-def _is_held(storage: torch.UntypedStorage) -> bool:
-    """Return whether a tensor has a storage, and not only Python's object of it here."""
-    return holders_of(storage) > 1
+def _is_held(storage: StorageWeakRef) -> bool:
+    """Return whether a tensor still has a storage."""
+    return not storage.expired()
