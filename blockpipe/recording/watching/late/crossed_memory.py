@@ -52,10 +52,7 @@ class CrossedMemory:
         """Note that a run begins."""
         self._is_second = is_second
         if not is_second:
-            self._known.clear()
-            self._returned.clear()
-            self._filled.clear()
-            self.stay.clear()
+            self.forget()
 
     def given(self, arguments: Iterable[Tensor]) -> None:
         """Note the tensors that the forward is given."""
@@ -121,6 +118,7 @@ class CrossedMemory:
         self._given.clear()
         self._returned.clear()
         self._filled.clear()
+        self.stay.clear()
 
 
 def _is_held(storage: StorageWeakRef) -> bool:

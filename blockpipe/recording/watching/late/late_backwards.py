@@ -94,7 +94,8 @@ class LateBackwards:
         wrote: Callable[[Tensor], None],
     ) -> None:
         self._held, self._hop, self._wrote = held, hop, wrote
-        self.memory, self.reads, self.crossed = memory, reads, CrossedMemory()
+        self.memory, self.reads = memory, reads
+        self.crossed: CrossedMemory
         self.inside: UsesInside
         self._pending: list[_Write] = []
         self._writes: list[_Write] = []
