@@ -30,6 +30,11 @@ class Layers(nn.Module):
         self.scales, self.table = [1.0, 1.0, 1.0], {"0": 1.0, "1": 1.0, "2": 1.0}
         self.array, self.run, self.step = numpy.ones(3), run, step
 
+    def first(self, x: Tensor) -> Tensor:
+        if self.step != 1.0:
+            self.update()
+        return self.a(x)
+
     def update(self) -> None:
         self.scales[2] *= self.step
         self.table["2"] *= self.step
@@ -37,9 +42,7 @@ class Layers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         with bp.Block(stage=0):
-            h = self.a(x)
-            if self.step != 1.0:
-                self.update()
+            h = self.first(x)
             pairs = self.run(self)
         for i, (layer, scale) in enumerate(pairs):
             with bp.Block(stage=i):
@@ -51,9 +54,7 @@ class Layers(nn.Module):
 class InHeader(Layers):
     def forward(self, x: Tensor) -> Tensor:
         with bp.Block(stage=0):
-            h = self.a(x)
-            if self.step != 1.0:
-                self.update()
+            h = self.first(x)
         for i, (layer, scale) in enumerate(zip(self.layers, self.scales, strict=True)):
             with bp.Block(stage=i):
                 time.sleep(0.002)
@@ -64,9 +65,7 @@ class InHeader(Layers):
 class ByNext(Layers):
     def forward(self, x: Tensor) -> Tensor:
         with bp.Block(stage=0):
-            h = self.a(x)
-            if self.step != 1.0:
-                self.update()
+            h = self.first(x)
             scales = iter(self.scales)
         for i, layer in enumerate(self.layers):
             with bp.Block(stage=i):
