@@ -15,8 +15,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributions import Distribution
 from torch.nn import functional
 
+from ..._common.libraries import is_users
 from ..._torch.tensors import generator_id
 from ...restoring.contents import is_generator
 from ...restoring.holders import Holder
@@ -47,6 +50,13 @@ _METHODS = frozenset(
         *("random_", "cauchy_", "geometric_", "log_normal_"),
     ]
 )
+_INITS = frozenset(
+    [
+        *("uniform_", "normal_", "trunc_normal_", "xavier_uniform_", "xavier_normal_", "sparse_"),
+        *("kaiming_uniform_", "kaiming_normal_", "orthogonal_"),
+    ]
+)
+_SAMPLES = frozenset(["sample", "rsample"])
 _SETTERS = frozenset(["set_rng_state", "set_rng_state_all", "fork_rng", "set_state"])
 _SEEDS = frozenset(["manual_seed", "seed", "set_state", "set_offset", "graphsafe_set_state"])
 _ASKS_STATE = frozenset(["get_state", "get_offset", "graphsafe_get_state", "clone_state"])
@@ -162,12 +172,20 @@ def _source_of(call: ast.Call, frame: Frame) -> Any:
                 return given if isinstance(given, torch.Generator) else None
     name = getattr(call.func, "attr", getattr(call.func, "id", ""))
     function = frame.evaluated(call.func)
+    of = frame.evaluated(call.func.value) if isinstance(call.func, ast.Attribute) else None
+    if _drops_at_random(of if name == "forward" else function):
+        return "torch"
+    if isinstance(of, Distribution) and name in _SAMPLES:
+        return "torch"
     if function is UNKNOWN:
-        return "torch" if isinstance(call.func, ast.Attribute) and name in _METHODS else None
+        is_method = isinstance(call.func, ast.Attribute) and name in _METHODS | _SAMPLES
+        return "torch" if is_method else None
     if name in _FUNCTIONS and function in (
         getattr(torch, name, None),
         getattr(functional, name, None),
     ):
+        return "torch"
+    if name in _INITS and function is getattr(nn.init, name):
         return "torch"
     owner = getattr(function, "__self__", None)
     if owner is not None and owner is getattr(random.random, "__self__", None):
@@ -175,6 +193,26 @@ def _source_of(call: ast.Call, frame: Frame) -> Any:
     numpy = sys.modules.get("numpy")
     is_numpys = numpy is not None and owner is getattr(numpy.random.rand, "__self__", numpy)
     return "numpy" if is_numpys else None
+
+
+def _drops_at_random(module: Any) -> bool:
+    """Return whether something is a library's module that drops; the user's own is looked at by its
+    source."""
+    is_module = isinstance(module, nn.Module) and not is_users(type(module).__module__)
+    return is_module and any(map(_drops, module.modules()))
+
+
+def _drops(module: nn.Module) -> bool:
+    """Return whether a module's name, or its rate, tells that it drops at random."""
+    kind = type(module).__name__.lower()
+    if not module.training:
+        return False
+    if "drop" in kind:
+        return bool(getattr(module, "p", 1))
+    rate = getattr(module, "dropout", 0)  # of an LSTM, or of attention
+    return kind in ("rrelu", "fractionalmaxpool2d", "fractionalmaxpool3d") or (
+        isinstance(rate, float | int) and rate > 0
+    )
 
 
 def draws_from(known: SharedValue, hop: int, line: str, calls: Iterable[Call | None]) -> None:

@@ -156,6 +156,80 @@ def test_a_backward_that_draws_runs_where_micro_batches_come_one_by_one() -> Non
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
 
 
+class Runs(Function):
+    """Its backward runs a module once more, as a reversible block does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        ctx.module = module
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ctx.module(gradient), None
+
+
+class Reversible(nn.Module):
+    """Two layers on two stages, of which the first one's backward runs a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.a, self.b, self.module = nn.Linear(4, 4), nn.Linear(4, 4), module
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = Runs.apply(self.a(x), self.module)
+        with bp.Block(stage=1):
+            return self.b(h)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Dropout(0.5),
+        nn.Sequential(nn.Tanh(), nn.Dropout1d(0.5)),
+        nn.TransformerEncoderLayer(4, 1, 4),
+        nn.RReLU(),
+    ],
+)
+def test_a_backward_that_runs_a_module_which_drops_is_refused(module: nn.Module) -> None:
+    """A step that overlaps gave it other numbers, and the step only warned of the draws."""
+    with pytest.raises(StateError, match=r"torch's random generator in a backward on hops \[0\]"):
+        _step(Reversible(module))
+
+
+@pytest.mark.parametrize(
+    "module", [nn.Dropout(0), nn.Dropout().eval(), nn.Sequential(nn.Tanh(), nn.Softsign())]
+)
+def test_a_backward_that_runs_a_module_which_does_not_drop_runs(module: nn.Module) -> None:
+    net = Reversible(module)
+    plain = copy.deepcopy(net)
+    _step(net)
+    plain_step(plain, (X,), {}, X, mse_loss, 4)
+    assert_same_gradients(net, plain)
+
+
+def _sampled(gradient: Tensor) -> Tensor:
+    return gradient * torch.distributions.Normal(0.0, 1.0).rsample(gradient.shape)
+
+
+NOISE = torch.distributions.Normal(0.0, 1.0)
+
+
+def _sampled_from_global(gradient: Tensor) -> Tensor:
+    return gradient * NOISE.sample(gradient.shape)
+
+
+def _initialized(gradient: Tensor) -> Tensor:
+    return gradient * nn.init.normal_(torch.empty_like(gradient))
+
+
+@pytest.mark.parametrize("draw", [_sampled, _sampled_from_global, _initialized])
+def test_a_backward_that_samples_is_refused(draw: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(StateError, match=r"torch's random generator in a backward on hops \[0\]"):
+        _step(Net(a=draw))
+
+
 def _restores(gradient: Tensor) -> Tensor:
     with torch.random.fork_rng():
         torch.set_rng_state(torch.get_rng_state())
