@@ -21,7 +21,7 @@ from ..calls import Call
 from .evaluation.expressions import Frame
 from .evaluation.members import attribute_in
 from .evaluation.sizes import Sizes
-from .evaluation.still_frames import Given, StillFrame
+from .evaluation.still_frames import STOPS, Given, StillFrame
 from .known_values import KnownValues
 from .open_questions import any_open
 from .still_code import frames_of
@@ -51,6 +51,8 @@ _MAY_FAIL = frozenset(  # by the values of a matrix, also where a recording has 
         *("eig", "eigh", "eigvals", "eigvalsh", "tensorinv", "tensorsolve"),
     ]
 )
+
+_YIELDS = "YIELD_VALUE"  # also by ``yield from`` and ``await``
 
 _Accesses = Mapping[int, list[Access]]
 
@@ -91,6 +93,11 @@ class MissedBranches:
     def raises(self, running: types.FrameType, kind: type[BaseException]) -> None:
         """An error is raised in a frame, or comes out of what it has called."""
         self._raised[id(running)] = kind
+
+    def is_over(self, running: types.FrameType) -> bool:
+        """Return whether a frame that gives something back does not go on, as a generator's may."""
+        is_closed = self._raised.get(id(running)) is GeneratorExit
+        return is_closed or not running.f_code.co_flags & STOPS or _instruction(running) != _YIELDS
 
     def look(
         self, running: types.FrameType, accesses: _Accesses, hops: Mapping[int, int], frame: Frame
@@ -194,7 +201,7 @@ class MissedBranches:
     @staticmethod
     def _is_left(running: types.FrameType) -> bool:
         """Whether an error ends a function, and not its last statement."""
-        return not dis.opname[running.f_code.co_code[running.f_lasti]].startswith("RETURN")
+        return not _instruction(running).startswith("RETURN")
 
     def _is_found(self, turn: Turn, frame: Frame) -> bool:
         """Whether it follows from the data how often a loop turns."""
@@ -222,6 +229,11 @@ class MissedBranches:
         """Whether any error of some kinds may follow from the data."""
         flat = (one for kind in kinds for one in (kind if isinstance(kind, tuple) else (kind,)))
         return any(not (isinstance(k, type) and issubclass(k, _OF_NO_DATA)) for k in flat)
+
+
+def _instruction(running: types.FrameType) -> str:
+    """Return the name of the instruction that a frame is at."""
+    return dis.opname[running.f_code.co_code[running.f_lasti]]
 
 
 def _hop_before(offset: int, hops: Mapping[int, int]) -> int:

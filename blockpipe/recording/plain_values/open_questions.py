@@ -11,6 +11,7 @@ from torch import Tensor
 from ..._common.libraries import has_users_code
 from .evaluation.expressions import Frame
 from .evaluation.members import ALL
+from .evaluation.sizes import argument_of
 from .known_values import KnownValues
 from .still_code import frames_of
 from .syntax.accesses import Access, accesses_of, sources_of
@@ -44,8 +45,17 @@ def _is_open(node: ast.AST, frame: Frame, known: KnownValues, *, calls: bool) ->
     if isinstance(node, ast.Name) and not known.fake:
         owner, _, value = frame.owner_of(Access(node, reads=True, writes=False))
         if owner is None and isinstance(value, bool | int | float):
-            return True
+            return _is_given_openly(node, frame, known)
     return _is_set(node, frame, known)
+
+
+def _is_given_openly(name: ast.Name, frame: Frame, known: KnownValues) -> bool:
+    """Whether a number may be another one for another micro-batch: but not as an argument that the
+    caller leaves out, or gives as a constant or another value that is not open."""
+    if (given := argument_of(name.id, frame)) is None:
+        return True
+    value, caller = given
+    return value is not None and any_open([value], caller, known)
 
 
 def _is_set(node: ast.AST, frame: Frame, known: KnownValues) -> bool:

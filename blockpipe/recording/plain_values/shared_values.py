@@ -41,7 +41,7 @@ from .evaluation.loops import Loops
 from .evaluation.members import ALL, TRAINS, UNKNOWN, WHOLE, Names, owners_of, whose
 from .evaluation.registered import places_of
 from .evaluation.sizes import Sizes
-from .evaluation.still_frames import STOPS, StillFrame
+from .evaluation.still_frames import StillFrame
 from .known_values import OF_CHECKPOINT, KnownValues
 from .lost_updates import read_how
 from .missed_branches import MissedBranches
@@ -188,7 +188,7 @@ class SharedValues:
         elif event == "exception":
             self._branches.raises(frame, argument[0])
         elif event == "return":
-            if not frame.f_code.co_flags & STOPS:
+            if self._branches.is_over(frame):
                 ran, accesses = self._hops.pop(id(frame)), self._codes[id(frame.f_code)][1]
                 self._branches.look(frame, accesses, ran, Frame(frame, self._functions, None))
                 self._returned[id(caller_of(frame))] = frame.f_code, argument

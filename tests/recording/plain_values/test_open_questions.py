@@ -168,3 +168,88 @@ def test_a_gradient_that_a_branch_scales_on_another_stage_is_refused() -> None:
     pipe = bp.Pipeline(net, devices=stages(2), chunks=2)
     with pytest.raises(StateError, match=r"the \.grad of '0\.weight'"):
         pipe.forward_backward(torch.randn(4, 4), loss_fn=torch.sum)
+
+
+class Scales(nn.Module):
+    """Its second stage calls a function that would read what the first one sets, if it were so."""
+
+    def __init__(self, use: Callable[["Scales", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.use = nn.Linear(4, 4), nn.Linear(4, 4), use
+        self.scale, self.is_on, self.turns = 1.0, False, 0
+
+    def scaled(self, h: Tensor, by: bool = False, *, times: int = 0) -> Tensor:
+        if by:
+            h = h / self.scale
+        return h / self.scale if times > 1 else h
+
+    def handed(self, h: Tensor, by: bool) -> Tensor:
+        return self.scaled(h, by)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+            self.scale = 1.0 + h.abs().max().item()
+            self.turns += 1
+        with bp.Block(stage=1):
+            return self.b(self.use(self, h))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda net, h: net.scaled(h),
+        lambda net, h: net.scaled(h, False),
+        lambda net, h: net.scaled(h, by=net.is_on, times=1),
+        lambda net, h: net.scaled(by=False, h=h),
+        lambda net, h: Scales.scaled(net, h, by=False),
+        lambda net, h: net.handed(h, False),
+    ],
+)
+def test_an_option_that_the_caller_leaves_out_or_fixes_is_no_question_of_data(
+    use: Callable[[Scales, Tensor], Tensor],
+) -> None:
+    """A forward that never reads was refused for the branch behind its option."""
+    net = Scales(use)
+    plain = copy.deepcopy(net).to(DEVICE)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule="gpipe")
+    for _ in range(3):
+        x = torch.randn(8, 4)
+        there = x.to(DEVICE)
+        loss = pipe.forward_backward(x, target=x, loss_fn=mse_loss).loss
+        assert_close(loss, plain_step(plain, (there,), {}, there, mse_loss, 4))
+        assert_same_gradients(net, plain)
+
+
+def _from_a_list(net: Scales, h: Tensor) -> Tensor:
+    return net.scaled(*[h, bool(h.sum() > 1e9)])
+
+
+def _from_a_generator(net: Scales, h: Tensor) -> Tensor:
+    def scaled(by: bool) -> Any:
+        if by:
+            yield h / net.scale
+        yield h
+
+    first, _ = scaled(bool(h.sum() > 1e9)), scaled(False)
+    return next(iter(first))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda net, h: net.scaled(h, h.sum().item() > 1e9),
+        lambda net, h: net.scaled(h, times=int(h.sum() > 1e9)),
+        lambda net, h: net.scaled(h, net.turns % 50 == 0),
+        lambda net, h: net.handed(h, bool(h.sum() > 1e9)),
+        _from_a_list,
+        _from_a_generator,
+    ],
+)
+def test_an_option_by_the_data_is_refused_where_another_stage_reads(
+    use: Callable[[Scales, Tensor], Tensor],
+) -> None:
+    pipe = bp.Pipeline(Scales(use), devices=stages(2), chunks=4, schedule="gpipe")
+    x = torch.randn(8, 4)
+    with pytest.raises(StateError, match=r"scale"):
+        pipe.forward_backward(x, target=x, loss_fn=mse_loss)
