@@ -1,5 +1,6 @@
 """Values that one stage sets and that other code reads in a roundabout way."""
 
+import copy
 import functools
 import logging
 import time
@@ -15,6 +16,7 @@ from torch.nn.functional import mse_loss
 import blockpipe as bp
 from blockpipe.errors import StateError
 
+from ..parity import plain_step
 from ..stage_devices import stages
 
 X = torch.arange(32.0).view(8, 4) / 32
@@ -226,6 +228,34 @@ def test_the_length_of_a_list_that_a_librarys_module_fills_is_compared() -> None
     pipe = bp.Pipeline(Measured(), devices=stages(2), chunks=4)
     with pytest.raises(StateError, match="a list of 1 for micro-batch 0 and as a list of 2"):
         pipe.forward_backward(X, target=X, loss_fn=mse_loss)
+
+
+def test_a_module_that_calls_its_forward_through_super_is_not_changed() -> None:
+    """What a recording puts in the place of each forward was taken for a change by the user, if
+    something reads the forward itself."""
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Measured(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.range = torchmetrics.MinMaxMetric(torchmetrics.MeanSquaredError())
+
+        def forward(self, x: Tensor) -> Tensor:
+            with bp.Block(stage=0):
+                h = self.a(x)
+            with bp.Block(stage=1):
+                y = self.b(h)
+                self.range(y.detach(), y.detach() * 0)
+                return y
+
+    net = Measured()
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=["cpu", "cpu"], chunks=4)
+    for _ in range(3):
+        pipe.forward_backward(X, target=X, loss_fn=mse_loss)
+        plain_step(plain, (X,), {}, X, mse_loss, 4)
+    assert net.range.compute() == plain.range.compute()
 
 
 class Balanced(nn.Module):

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..._common.modules import StandIn
+from ..._common.modules import MISSING, StandIn
 from ...crossing.torch_patches import original_of
 from ...restoring.holders import (
     CacheHolder,
@@ -100,8 +100,8 @@ def _of_module(module: nn.Module) -> Iterator[tuple[str, Any]]:
         if name.endswith("_hooks"):
             yield name, len(value or ())
         elif isinstance(value, StandIn):
-            if name == "forward":
-                yield name, None
+            if name == "forward" and value.own is not MISSING:
+                yield name, value.own
         elif name not in TORCHS or name == "training":
             yield name, value
 
