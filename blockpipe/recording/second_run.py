@@ -43,8 +43,9 @@ def looked_at_twice(run: Callable[[bool], Recording], crossed: CrossedMemory) ->
     first.left_for_loss += [c for c in second.left_for_loss if c.what not in left]
     first.read_by_loss |= second.read_by_loss
     first.late_if_packed = second.late_if_packed
-    certain = (late for late in first.late_backwards if not late.settles)
-    first.late_backwards = [*certain, *(late for late in second.late_backwards if late.settles)]
+    certain = {late.what: late for late in first.late_backwards if not late.settles}
+    others = (late for late in second.late_backwards if late.settles or late.what not in certain)
+    first.late_backwards = [*certain.values(), *others]
     known = {change.what for change in first.shared_changes}
     first.shared_changes = before + [c for c in second.shared_changes if c.what not in known]
     return first

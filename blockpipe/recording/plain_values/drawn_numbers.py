@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import random
 import sys
-import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -23,7 +22,6 @@ from ..._common.libraries import is_users
 from ..._torch.tensors import generator_id
 from ...restoring.contents import is_generator
 from ...restoring.holders import Holder
-from ...restoring.model_state import names_in
 from ..calls import Call
 from ..entries import GeneratorUse, SharedChange
 from .evaluation.expressions import Frame
@@ -83,13 +81,6 @@ class DrawnNumbers:
         self._told: list[tuple[int, str, int, str]] = []  # a generator, the method, hop and line
         self._known: dict[object, SharedValue] = {}  # by a kind, or a generator's number
         self._draws_freely = False  # whether any code does not set torch's generator itself
-
-    def has_own(self, functions: Iterable[types.FunctionType]) -> bool:
-        """Return whether any of Python's and numpy's is the user's own, or some functions may seed
-        one of torch's."""
-        names = (names_in(function.__code__) for function in functions if self._torchs)
-        seeds = any(not _TOLD.isdisjoint(found) for found in names)
-        return bool(self.lasting) or seeds
 
     def told(self, access: Access, frame: Frame, hop: int) -> None:
         """Note that code in a forward seeds a generator of torch's that outlives it, or asks for

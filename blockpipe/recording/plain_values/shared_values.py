@@ -67,7 +67,7 @@ from .places import (
     used_by,
 )
 from .still_code import frames_of, functions_by_code, hands_on, read_of_unknown
-from .syntax.accesses import Access, accesses_of, is_by_chance, is_optional, may_set, may_write
+from .syntax.accesses import Access, accesses_of, is_by_chance, is_optional
 from .syntax.effects import arguments_of, changes_given
 from .syntax.uses import Use
 from .taken_in import TakenIn
@@ -89,7 +89,7 @@ class SharedValues:
         hop: returns the hop that the forward is on.
         call: returns the innermost call that is under way.
         fake: whether it runs on fake tensors; then no value depends on the data.
-        traces: whether to trace it even if no code around the model seems to set a value.
+        traces: whether to trace it even if no code of the user's is around the model.
     """
 
     def __init__(
@@ -115,9 +115,7 @@ class SharedValues:
         self.indices = IndexUses(None)
         self.on_read: Callable[[Any, Any, types.FrameType, bool], None] = lambda *found: None
         users = [f for same in self._functions.values() for f in same if has_users_code(f)]
-        # To trace takes about as long as the recording of a small model.
-        self.traces = traces or self.draws.has_own(users)
-        self.traces |= any(may_set(f.__code__) or may_write(f.__code__) for f in users)
+        self.traces = traces or bool(users)
         said = {name for f in users for name in names_in(f.__code__)}
         self._replaces_all, self.toggles = not said.isdisjoint(WHOLE), not said.isdisjoint(TRAINS)
         self.known = KnownValues(names, LibraryReads(holders, modules), fake=fake)

@@ -180,9 +180,7 @@ class Recorder:
 
     def hop_here(self) -> int:
         """Return the hop that the user's code is on; from a mark on it is the next one."""
-        if self.hop < 0:
-            return 0
-        return self.hop + (self.cursor.stage != self.stage)
+        return 0 if self.hop < 0 else self.hop + (self.cursor.stage != self.stage)
 
     # --- operations
 
@@ -214,8 +212,10 @@ class Recorder:
         if not self.has_made(inner):
             self.late.memory.add(inner)
         tag: Tag | None = getattr(inner, TAG, None)
-        if self.step.graphs.cut and (tag is None or tag.key.is_beyond(self.key)):
-            if (held := self.held.get(id(inner))) is None and not isinstance(inner, FakeTensor):
+        is_first = isinstance(tag, RecordedTag) and tag.key is not self.key  # the first run's
+        if self.step.graphs.cut and (is_first or tag is None or tag.key.is_beyond(self.key)):
+            held = self.held.get(id(inner))
+            if held is None and (is_first or not isinstance(inner, FakeTensor)):
                 self.outside_tensors.read(inner, self.hop)
             if held is None or not held.is_buffer:
                 self.outsiders.append((inner, version_of(inner)))
@@ -266,8 +266,7 @@ class Recorder:
             tag.is_read = True
 
     def check_outsiders(self, func: Callable[..., Any], first: object) -> None:
-        """Check after an operation whether it wrote to a tensor that is neither an argument nor a
-        buffer."""
+        """Check after an operation if it wrote to what is neither an argument nor a buffer."""
         outsiders, self.outsiders = self.outsiders, []
         if self.outside_tensors.written_by(func, first, outsiders):
             self._refuse_write()

@@ -174,7 +174,7 @@ def _watching(request: RecordRequest, result: Recording, holders: list[Holder]) 
         is_in_function=lambda: recorder.run.sealed > 0,
         is_packing=lambda: reads.packing > 0,
         reads=recorder.note_read,
-        stand_in=recorder.stand_in,
+        is_own=recorder.has_made,
     )
     activations.on_saved = reads.saved if graphs.differentiable else None
     recorder.changes, recorder.outside = SharedChanges(model), OutsideState(holders, modules)
@@ -241,13 +241,13 @@ def _told_below(recorder: Recorder) -> tuple[Callable[..., None], ...]:
     late = recorder.late
 
     def wrote(tensor: Tensor) -> None:
-        recorder.late.inside.writing([tensor])
+        recorder.late.inside.writing([recorder.stand_in(tensor)])
         for held in late.updates(tensor):
             recorder.wrote(held)
 
     def writing(written: Iterable[Tensor]) -> None:
         written = [*written]
-        recorder.late.inside.writing(written)
+        recorder.late.inside.writing(map(recorder.stand_in, written))
         recorder.late.crossed.writing(written, recorder.hop)
         for tensor in written:
             if late.memory.place_of(tensor) is None:
@@ -256,7 +256,7 @@ def _told_below(recorder: Recorder) -> tuple[Callable[..., None], ...]:
 
     def given(operands: Iterable[Tensor]) -> None:
         operands = [*operands]
-        recorder.late.inside.given(operands)
+        recorder.late.inside.given(map(recorder.stand_in, operands))
         recorder.given(operands)
 
     fills = partial(recorder.calls.refuse, "autograd saves its noise before it is drawn (RReLU)")

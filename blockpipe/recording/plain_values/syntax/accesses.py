@@ -25,7 +25,6 @@ from .effects import (
     SETS_TORCHS,
     WRITES,
     name_called,
-    writes_in_place,
 )
 from .nodes import Node, lines_of, nodes_of, span_of
 from .uses import (
@@ -41,8 +40,6 @@ from .uses import (
 
 _OF_ENVIRONMENT = ("getenv", "getenvb")
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__", "__setstate__", "__repr__", "extra_repr")
-_INITIALIZES = ("init", "reset_parameters")
-_OUT = frozenset(["out"])  # the keyword
 _STORES = frozenset(
     [
         *("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "STORE_SLICE"),
@@ -172,19 +169,6 @@ def may_set(code: types.CodeType) -> bool:
     sets_variable = "STORE_DEREF" in operations and code.co_freevars
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     return bool(sets_variable) or not _STORES.isdisjoint(operations) or any(map(may_set, inner))
-
-
-@functools.lru_cache(10_000)
-def may_write(code: types.CodeType) -> bool:
-    """Return whether a function's code may write in place to a tensor. What gives a module its
-    first values does not count."""
-    if code.co_name in _CONSTRUCTORS or any(part in code.co_name for part in _INITIALIZES):
-        return False
-    if any(map(writes_in_place, code.co_names)):
-        return True
-    keywords = (one for one in code.co_consts if isinstance(one, tuple))
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return any(not _OUT.isdisjoint(one) for one in keywords) or any(map(may_write, inner))
 
 
 @functools.lru_cache(1_000)

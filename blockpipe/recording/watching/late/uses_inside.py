@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor
 
 from ...._common.nested import tensors
-from ....crossing.tags import TAG
 from ...entries import TensorInfo
 from ...outside.outside_tensors import OutsideTensors
 from .lasting_memory import LastingMemory
@@ -31,7 +30,7 @@ class UsesInside:
         is_in_function: says whether the forward of a custom function is running.
         is_packing: says whether such a hook is.
         reads: notes that it uses a parameter or a buffer.
-        stand_in: returns the tensor that stands for a parameter or a buffer in a fake run.
+        is_own: says whether a tensor is this forward's own.
     """
 
     def __init__(
@@ -44,10 +43,10 @@ class UsesInside:
         is_in_function: Callable[[], bool],
         is_packing: Callable[[], bool],
         reads: Callable[[Tensor, TensorInfo], None],
-        stand_in: Callable[[Tensor], Tensor],
+        is_own: Callable[[Tensor], bool],
     ) -> None:
         self._memory, self._held, self._outside = memory, held, outside
-        self._hop, self._reads, self._stand_in = hop, reads, stand_in
+        self._hop, self._reads, self._is_own = hop, reads, is_own
         self._is_in_function, self._is_packing = is_in_function, is_packing
         self._made: dict[int, weakref.ref[Tensor]] = {}  # by id
 
@@ -56,16 +55,16 @@ class UsesInside:
         micro-batch's own: so only what is known to last counts there."""
         is_known = not self._is_in_function()
         for tensor in operands if not is_known or self._is_packing() else ():
-            self._uses(self._stand_in(tensor), writes=False, is_known=is_known)
+            self._uses(tensor, writes=False, is_known=is_known)
 
     def writing(self, written: Iterable[Tensor]) -> None:
         """Note what it is about to write to."""
         for tensor in written if self._is_in_function() or self._is_packing() else ():
-            self._uses(self._stand_in(tensor), writes=True)
+            self._uses(tensor, writes=True)
 
     def _uses(self, tensor: Tensor, *, writes: bool, is_known: bool = False) -> None:
-        if getattr(tensor, TAG, None) is not None:
-            return  # the micro-batch's own
+        if self._is_own(tensor):
+            return
         if not (is_known or self._is_new(tensor)):
             self._memory.add(tensor)
         for base in self._memory.behind(tensor):
@@ -90,7 +89,7 @@ class UsesInside:
 
     def forget(self) -> list[weakref.ref[Tensor]]:
         """End the cycle with what is asked and told; return what was made, which may stay."""
-        del self._hop, self._is_in_function, self._is_packing, self._reads, self._stand_in
+        del self._hop, self._is_in_function, self._is_packing, self._reads, self._is_own
         made = [*self._made.values()]
         self._made.clear()
         return made
