@@ -20,6 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._torch.modules import (
+    backward_pre_hooks_of,
+    forward_hooks_of,
+    forward_pre_hooks_of,
+    full_backward_hooks_of,
+)
 from .captured import CapturedGraphs, Captures
 from .sealed_forwards import SealedForwards
 
@@ -123,15 +129,31 @@ class CompiledModules:
 
 
 def _kind(module: nn.Module, forward: Callable[..., Any]) -> Any:
-    """Return what compiled code of a module is specialized to, as far as that can be seen."""
+    """Return what compiled code of a module is specialized to, as far as that can be seen.
+
+    It runs the hooks of the modules inside, and torch does not ask again whether they have others.
+    """
     parts: list[Any] = [getattr(forward, "__func__", forward)]
     for name, inner in module.named_modules():
         plain = [(key, value) for key, value in vars(inner).items() if isinstance(value, _PLAIN)]
         # A mark does not make it another kind.
         parts.append((name, type(inner), *(p for p in plain if not p[0].startswith("_blockpipe"))))
+        parts.append(tuple(map(_as_key, _hooks_of(inner) if name else ())))
     for held in (module.named_parameters(), module.named_buffers()):
         parts += [(name, t.shape, t.dtype, t.device, t.requires_grad) for name, t in held]
     return tuple(parts)
+
+
+def _hooks_of(module: nn.Module) -> Iterator[Any]:
+    """Yield a module's hooks, and between them, which kind they are of."""
+    kinds = forward_pre_hooks_of, forward_hooks_of, backward_pre_hooks_of, full_backward_hooks_of
+    for kind in kinds:
+        yield from (kind, *kind(module).values())
+
+
+def _as_key(hook: Any) -> tuple[int, int]:
+    """Return which function a hook is: of a method, a new object is made each time."""
+    return id(getattr(hook, "__func__", hook)), id(getattr(hook, "__self__", None))
 
 
 _PLAIN = (bool, int, float, str, type(None))

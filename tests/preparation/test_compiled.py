@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import mse_loss
 
 import blockpipe as bp
 from blockpipe._common.threads.thread_state import intra_operation_threads
@@ -13,7 +14,7 @@ from blockpipe.errors import UsageError
 from blockpipe.schedules.builders import make_schedule
 
 from ..models import square
-from ..parity import difference, plain_step
+from ..parity import assert_same_gradients, difference, plain_step
 
 
 def make_net():
@@ -118,6 +119,37 @@ def test_modules_of_one_kind_share_what_is_compiled():
     pipe.compile(backend=counting)
     pipe.forward_backward(torch.randn(4, 4, requires_grad=True), loss_fn=square)
     assert (counting.graphs, counting.calls) == (1, 2 * 6)
+
+
+HOOKS = {
+    "forward": lambda m: m.register_forward_hook(lambda m, given, result: result * 2),
+    "before": lambda m: m.register_forward_pre_hook(lambda m, given: (given[0] * 2,)),
+    "before backward": lambda m: m.register_full_backward_pre_hook(
+        lambda m, given: (given[0] * 2,)
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")  # a hook of a backward
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("block", [0, 1, 3])
+@pytest.mark.parametrize("add", HOOKS.values(), ids=HOOKS)
+def test_a_hook_inside_of_one_of_several_like_modules_runs_there_alone(add, block, at):
+    """What is compiled runs the hooks that are inside, and torch does not compare them: like
+    modules ran those of the one that was compiled first."""
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]
+    net = bp.begin_blocks(nn.Sequential(*blocks), {"2": 1})
+    plain, x = copy.deepcopy(net), torch.randn(4, 4)
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)
+    pipe.compile(backend="eager")
+    for step in range(3):
+        if step == at:
+            add(blocks[block][0])
+            add(plain[block][0])
+        loss = pipe.forward_backward(x, target=x, loss_fn=mse_loss).loss
+        expected = plain_step(plain, (x,), {}, x, mse_loss, 2)
+        torch.testing.assert_close(loss, expected)
+        assert_same_gradients(net, plain)
 
 
 class Counted(nn.Linear):
