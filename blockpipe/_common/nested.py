@@ -10,7 +10,6 @@ import dataclasses
 from collections import deque
 from collections.abc import (
     Callable,
-    Container,
     Iterable,
     Iterator,
     Mapping,
@@ -127,13 +126,17 @@ def _fields_and_beside(value: Any) -> list[tuple[str, Any]]:
     return [*fields, *_beside(value, [name for name, _ in fields])]
 
 
-def _beside(value: Any, known: Container[Any]) -> list[tuple[str, Any]]:
+def _beside(value: Any, known: Iterable[Any]) -> list[tuple[str, Any]]:
     """Return the attributes with tensors that are no fields or keys: of a ``cached_property``, or
     set in ``__post_init__``. They are of the same samples."""
     own = getattr(value, "__dict__", None)
     if not own or own is value:
         return []
-    return [(name, item) for name, item in own.items() if name not in known and _has_tensors(item)]
+    found = [(name, item) for name, item in own.items() if _has_tensors(item)]
+    if not found:
+        return []
+    names = {key for key in known if isinstance(key, str)}  # a mapping may refuse to be asked
+    return [(name, item) for name, item in found if name not in names]
 
 
 def _has_tensors(item: Any) -> bool:

@@ -2,7 +2,7 @@
 
 ::
 
-    inputs, witness ──► _Launch ──► phony ──► _Gather ──► outputs ──► … ──► loss
+    inputs, witness ──► _Launch ──► phony ──► _Gather ──► _Outputs ──► … ──► loss
                           ▲                      │
                           └── run all backwards ◄┘ gradients, kept
 
@@ -157,6 +157,20 @@ class _Gather(torch.autograd.Function):
         return None, None, torch.zeros((), device="cpu"), *(None for _ in gradients)
 
 
+class _Output(torch.autograd.Function):
+    """Stands behind one of several outputs, so that one without a gradient has its hooks not called
+    where ``_Gather`` runs for the others."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Tensor | None:
+        return gradient
+
+
 def attach(
     output: Any,
     joints: list[JoinedLeaf],
@@ -188,6 +202,8 @@ def attach(
     flat: dict[int, Any] = dict(enumerate(_leaves_by_joint(output, joints)))
     values = [flat[leaf] if part is None else flat[leaf][part] for leaf, part in places]
     attached = _Gather.apply(way_back, places, phony, *values)
+    if len(attached) > 1:
+        attached = [*map(_Output.apply, attached)]
     for (leaf, part), value in zip(places, attached, strict=True):
         if part is None:
             flat[leaf] = value

@@ -1,6 +1,7 @@
 """Nested values: what is in them, by which names, and the same with other leaves."""
 
 import copy
+import os
 from collections import OrderedDict
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -123,3 +124,19 @@ def test_a_container_of_a_class_of_ones_own_keeps_its_attributes() -> None:
     assert type(found) is Output
     assert found.note == "kept"
     assert copy.copy(output)["logits"].tolist() == [1]
+
+
+def test_a_mapping_that_refuses_some_keys_is_walked() -> None:
+    """As ``os.environb`` does, a typed registry may refuse to be asked for the name of one of its
+    attributes."""
+
+    class Typed(dict[int, Any]):
+        def __contains__(self, key: object) -> bool:
+            if not isinstance(key, int):
+                raise TypeError(key)
+            return super().__contains__(key)
+
+    typed = Typed({1: torch.ones(1)})
+    typed.best = torch.zeros(1)  # type: ignore[attr-defined]
+    assert [t.tolist() for t in tensors(typed)] == [[1], [0]]
+    assert [*leaves(os.environb)] == [*os.environb.values()]
