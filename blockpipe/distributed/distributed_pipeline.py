@@ -29,7 +29,7 @@ from .build import fill_own
 from .engine import schedule_name
 from .engines import Engines
 from .gradients import StageGradients
-from .kinds import kind_of_forward, kind_of_step
+from .kinds import check_alike, kind_of_forward, kind_of_step
 from .microbatches.batch_norm import StageBatchNorm
 from .microbatches.calls import StageCalls
 from .microbatches.streams import StepStreams
@@ -392,6 +392,8 @@ class DistributedPipeline(StageStateMethods, StageReportMethods):
             if not parts or parts[-1][0].size != microbatch.size:
                 parts.append([])
             parts[-1].append(microbatch)
+        for part in parts:
+            check_alike(part)
         how = self.schedule, self.chunks, loss_fn
         return [(self._engines.engine(part, *how), part) for part in parts]
 

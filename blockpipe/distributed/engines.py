@@ -18,7 +18,7 @@ from ..preparation.shared_state import CodeKinds
 from ..stages.plan import StagePlan
 from .build import CutForward
 from .engine import FOR_ANY_NUMBER, Engine, places, takes
-from .kinds import arguments_in_words, modes_in_words
+from .kinds import arguments_in_words, contents_of_arguments, modes_in_words
 from .rank_failures.progress import ProcessProgress
 from .stage_places import StagePlaces
 from .state.shared_memory import check_memory
@@ -185,6 +185,7 @@ class Engines:
         return self._cuts[key]
 
     def _key(self, microbatch: Microbatch) -> Any:
-        named = arguments_in_words(microbatch.args, microbatch.kwargs)
+        given = microbatch.args, microbatch.kwargs
+        named = arguments_in_words(*given), *contents_of_arguments(*given).values()
         modes = (*self.modes.values(), torch.is_grad_enabled(), str(autocast_states()))
         return named, modes, self.watched.state

@@ -16,7 +16,10 @@ from .._common.nested import leaf_names, leaves
 from .._common.text import dtype_text
 from .._common.threads.thread_state import autocast_states
 from .._torch.modules import children_of, parameters_of
+from ..batches.microbatch import Microbatch
 from ..errors import UsageError
+from ..preparation.watched.contents import Contents
+from ..preparation.watched.seen import is_plain
 from .agreement import CODE, Kind
 from .build import CutForward
 from .taping.tape import place_of
@@ -121,6 +124,34 @@ def arguments_in_words(args: Any, kwargs: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
+def contents_of_arguments(args: Any, kwargs: dict[str, Any]) -> dict[str, Hashable]:
+    """Return the arguments that are no tensors, by name: functions and objects by their contents,
+    for which there are no words that all processes have."""
+    given, contents = {"args": args, "kwargs": kwargs}, Contents(None)
+    named = ((leaf_names(value, name), leaves(value)) for name, value in given.items())
+    found = (pair for names, values in named for pair in zip(names, values, strict=True))
+    return {name: contents.of(leaf) for name, leaf in found if not isinstance(leaf, Tensor)}
+
+
+def check_alike(part: Sequence[Microbatch]) -> None:
+    """Refuse micro-batches that run on one engine and have other arguments that are no tensors.
+
+    Raises:
+        UsageError: an argument is another one for one of them.
+    """
+    first, *others = [contents_of_arguments(m.args, m.kwargs) for m in part]
+    for number, found in enumerate(others, 1):
+        if found != first:
+            names = (*first, *found)
+            name = next(n for n in names if n not in first or first[n] != found.get(n))
+            raise UsageError(
+                "expected arguments that are no tensors to be the same for all micro-batches, got "
+                f"another {name} for micro-batch {number} than for micro-batch 0 ({users_line()}): "
+                "stages in several processes have them as constants; pass one tensor with an entry "
+                "for each sample"
+            )
+
+
 def kind_of_forward(cut: CutForward) -> Kind:
     """Return the stages of a forward, what crosses between them, and their parameters."""
     common, own = {"route": str(cut.tape.route)}, {"answers about the arguments": cut.answers()}
@@ -151,5 +182,4 @@ def _flags(flags: list[bool]) -> str:
 def _leaf(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
         return f"{dtype_text(leaf.dtype)}{list(leaf.shape)}"
-    is_plain = isinstance(leaf, bool | int | float | complex | str | bytes | None)
-    return repr(leaf) if is_plain else type(leaf).__name__
+    return repr(leaf) if is_plain(leaf) else type(leaf).__name__

@@ -1,15 +1,18 @@
 """What processes compare before a step."""
 
+import enum
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import leaky_relu
 
 import blockpipe as bp
 from blockpipe.distributed import DistributedPipeline, engines, kinds
@@ -97,3 +100,94 @@ def test_a_step_looks_at_the_modes_once(monkeypatch: pytest.MonkeyPatch) -> None
         found = pipe(torch.ones(8, 4))
         torch.testing.assert_close(found, net(torch.ones(8, 4)))  # recorded anew, with no dropout
     assert looked == [net, net]
+
+
+class Mode(enum.Enum):
+    """What a forward is told to do."""
+
+    ONCE = 1
+    TWICE = 2
+
+
+class Scale:
+    """An object that a forward calls."""
+
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    def __call__(self, h: Tensor) -> Tensor:
+        return h * self.by
+
+
+class Told(nn.Module):
+    """Its code between modules does what an argument says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, what: Any) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+        with bp.Block(stage=1):
+            if isinstance(what, Mode):
+                h = h * what.value
+            elif isinstance(what, torch.dtype):
+                h = h.to(what).float()
+            elif isinstance(what, slice):
+                h = h + h[:, what].sum(1, keepdim=True)
+            elif isinstance(what, dict):
+                h = what["act"](h)
+            elif isinstance(what, list):
+                h = h * len("".join(map(str, what)))
+            else:
+                h = what(h)
+            return self.b(h)
+
+
+_ONE: dict[str, Any] = {"device": "cpu", "chunks": 2, "schedule": "looped-bfs"}
+_CHANGED = Scale(1.0)
+
+
+def _changed() -> Scale:
+    _CHANGED.by = 3.0
+    return _CHANGED
+
+
+@pytest.mark.cpu("the process group has no simulated accelerator")
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        (Mode.ONCE, lambda: Mode.TWICE),
+        (torch.float64, lambda: torch.bfloat16),
+        (slice(0, 1), lambda: slice(0, 3)),
+        (torch.tanh, lambda: torch.relu),
+        (partial(leaky_relu, negative_slope=0.1), lambda: partial(leaky_relu, negative_slope=2.0)),
+        (Scale(1.0), lambda: Scale(2.0)),
+        (Scale(1.0).__call__, lambda: Scale(2.0).__call__),
+        (_CHANGED, _changed),
+        ({"act": torch.tanh}, lambda: {"act": torch.relu}),
+    ],
+)
+@ranks.NEEDS_SCHEDULES
+def test_a_forward_does_what_the_present_step_tells_it(first: Any, later: Any) -> None:
+    """Arguments without words for them were those of the first step for ever, without a word."""
+    net, x = Told(), torch.randn(8, 4)
+    pipe = DistributedPipeline(net, sample=(x, first), **_ONE)
+    for what in (first, first, later(), later()):
+        with torch.no_grad():
+            torch.testing.assert_close(pipe(x, what), net(x, what))
+
+
+@pytest.mark.cpu("the process group has no simulated accelerator")
+@pytest.mark.usefixtures("one_process")
+@ranks.NEEDS_SCHEDULES
+def test_plain_arguments_of_each_micro_batch_are_refused() -> None:
+    """All micro-batches computed with those of the first one."""
+    x, what = torch.randn(8, 4), ["a"] * 4 + ["bb"] * 4
+    pipe = DistributedPipeline(Told(), sample=(x, what), batch_dims={1: "list"}, **_ONE)
+    with torch.no_grad():
+        pipe(x, ["a"] * 8)
+        with pytest.raises(bp.BlockpipeError, match=r"another args\[1\]\[0\] for micro-batch 1"):
+            pipe(x, what)
