@@ -175,7 +175,8 @@ def test_a_forward_does_what_the_present_step_tells_it(first: Any, later: Any) -
     """Arguments without words for them were those of the first step for ever, without a word."""
     net, x = Told(), torch.randn(8, 4)
     pipe = DistributedPipeline(net, sample=(x, first), **_ONE)
-    for what in (first, first, later(), later()):
+    for told in (lambda: first, lambda: first, later, later):
+        what = told()
         with torch.no_grad():
             torch.testing.assert_close(pipe(x, what), net(x, what))
 
