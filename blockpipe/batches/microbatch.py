@@ -170,7 +170,7 @@ class _Splitter:
     def parts(self, name: Name, value: Any) -> list[Any]:
         """Return each micro-batch's part of an argument."""
         dim = self._by.of(name)
-        if dim is WHOLE:
+        if dim is WHOLE or value is None:  # an option that is left out, or no target
             return [value] * self.count
         if dim == "list":
             return self._elements(name, value)
@@ -267,7 +267,7 @@ def _batch_size(named: list[tuple[Any, Any]], by: ArgumentDims) -> tuple[int | N
     none is."""
     for name, value in named:
         dim = by.of(name)
-        if dim is WHOLE:
+        if dim is WHOLE or value is None:
             continue
         if dim == "list":
             _check_list(name, value)

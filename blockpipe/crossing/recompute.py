@@ -74,6 +74,7 @@ class RecomputeSpec:
             it in place.
         unseen: where those of its buffers stand that it did not use when it was recorded.
         waits: whether it makes the host wait for the device.
+        is_compiled: whether compiled code stands in for it.
     """
 
     what: str
@@ -81,6 +82,7 @@ class RecomputeSpec:
     buffers: list[tuple[Buffers, str, bool]]
     unseen: list[tuple[Buffers, str]]
     waits: bool = False
+    is_compiled: bool = False
 
 
 class _SavedArgument:
@@ -375,7 +377,7 @@ class RecomputedCall:
         """Return an error to raise later. It does not hold the frame, which holds tensors."""
         return partial(
             _differs,
-            self.recompute_spec.what,
+            self.recompute_spec,
             self.stage,
             self.microbatch,
             index,
@@ -386,13 +388,18 @@ class RecomputedCall:
 
 
 def _differs(
-    what: str, stage: int, microbatch: int, index: int, count: int, then: str, now: str
+    spec: RecomputeSpec, stage: int, microbatch: int, index: int, count: int, then: str, now: str
 ) -> StateError:
+    compiled = (
+        "; or torch has stopped compiling it in between, because a value of its own was another "
+        'one in each forward (TORCH_LOGS="recompiles" says which)'
+    )
     return StateError(
-        f"{what} on stage {stage} saved {then} (number {index} of {count}) in its forward, and "
-        f"{now} when it was recomputed for micro-batch {microbatch}: it depends on something that "
-        "has changed (state of its own, a cache that it was given, a generator of its own); ask "
-        "blockpipe.is_recomputing() there, or mark it with checkpoint=False"
+        f"{spec.what} on stage {stage} saved {then} (number {index} of {count}) in its forward, "
+        f"and {now} when it was recomputed for micro-batch {microbatch}: it depends on something "
+        "that has changed (state of its own, a cache that it was given, a generator of its own); "
+        "ask blockpipe.is_recomputing() there, or mark it with checkpoint=False"
+        f"{compiled if spec.is_compiled else ''}"
     )
 
 

@@ -207,8 +207,9 @@ class SealedForwards(_StandIns):
             new = wrap(path, module, forward)
             if new is not None:
                 sealed_forward.forward = new
-                if not recomputes:
-                    sealed_forward.seal = replace(sealed_forward.seal, recompute=None)
+                spec = sealed_forward.seal.recompute if recomputes else None
+                spec = spec and replace(spec, is_compiled=True)
+                sealed_forward.seal = replace(sealed_forward.seal, recompute=spec)
                 found.append(path)
         return found
 

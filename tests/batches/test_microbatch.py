@@ -63,6 +63,18 @@ def test_batch_dims_name_what_is_split_where():
     assert split((x,), {}, None, 2, 1)[0].args[0].shape == (3, 2)
 
 
+def test_what_is_left_out_is_no_list():
+    """A call without a target, or without an optional argument, was refused for its named list."""
+    dims = {"target": "list", "lengths": "list"}
+    parts = split((torch.ones(4, 1),), {"lengths": None}, None, 2, dims)
+    assert [(m.size, m.kwargs, m.target) for m in parts] == 2 * [(2, {"lengths": None}, None)]
+    parts = split((torch.ones(4, 1),), {"lengths": [1, 2, 3, 4]}, list("abcd"), 2, dims)
+    assert [(m.kwargs["lengths"], m.target) for m in parts] == [
+        ([1, 2], ["a", "b"]),
+        ([3, 4], ["c", "d"]),
+    ]
+
+
 def test_a_target_of_another_size_is_an_error():
     """A target is compared row by row, so it splits like the inputs."""
     with pytest.raises(
