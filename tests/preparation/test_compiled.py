@@ -175,6 +175,31 @@ def test_the_summary_names_what_runs_uncompiled():
     assert "run uncompiled: 1, some calls or all" in summary
 
 
+class Steps(nn.Linear):
+    """Counts its forwards, as the page on memory says, and torch compiles it for each count."""
+
+    calls = 0
+
+    def forward(self, x):
+        if not bp.is_recomputing():
+            self.calls += 1
+        return torch.tanh(super().forward(x)) + x
+
+
+def test_a_recomputation_says_that_torch_may_have_stopped_compiling():
+    """It compiled a forward, and no more its recomputation, which saves other tensors."""
+    net = bp.begin_blocks(nn.Sequential(*[Steps(4, 4) for _ in range(4)]), {"2": 1})
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4, checkpoint="always")
+    pipe.compile(backend="aot_eager")
+
+    def four_steps():
+        for _ in range(4):
+            pipe.forward_backward(torch.randn(8, 4), loss_fn=square)
+
+    with pytest.raises(bp.BlockpipeError, match="torch has stopped compiling it in between"):
+        four_steps()
+
+
 def test_compiling_a_pipeline_that_runs_already():
     """From the next step on, in recordings made later too."""
     net, counting = make_net(), Counting()
