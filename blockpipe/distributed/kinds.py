@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from enum import Enum
 from itertools import groupby
 from typing import Any
 
@@ -182,4 +183,6 @@ def _flags(flags: list[bool]) -> str:
 def _leaf(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
         return f"{dtype_text(leaf.dtype)}{list(leaf.shape)}"
+    if isinstance(leaf, Enum):  # its value may be a function, which is elsewhere in each process
+        return f"{type(leaf).__name__}.{leaf.name}"
     return repr(leaf) if is_plain(leaf) else type(leaf).__name__

@@ -16,7 +16,7 @@ from torch.nn.functional import leaky_relu
 
 import blockpipe as bp
 from blockpipe.distributed import DistributedPipeline, engines, kinds
-from blockpipe.distributed.kinds import modes_in_words
+from blockpipe.distributed.kinds import arguments_in_words, modes_in_words
 
 from . import ranks
 
@@ -179,6 +179,20 @@ def test_a_forward_does_what_the_present_step_tells_it(first: Any, later: Any) -
         what = told()
         with torch.no_grad():
             torch.testing.assert_close(pipe(x, what), net(x, what))
+
+
+class Acts(enum.Enum):
+    """Its values are other objects in each process."""
+
+    LEAKY = partial(leaky_relu, negative_slope=0.1)
+
+
+def test_words_for_arguments_are_the_same_in_every_process() -> None:
+    given = [Acts.LEAKY, Mode.ONCE, torch.float64, slice(0, 1), leaky_relu, Scale(1.0), None, "a"]
+    words = arguments_in_words(given, {})
+    assert " at 0x" not in words
+    assert "Acts.LEAKY" in words
+    assert "torch.float64" in words
 
 
 @pytest.mark.cpu("the process group has no simulated accelerator")
