@@ -5,7 +5,8 @@
 
 The workloads of ``peers.py``, the single stage of ``one_stage.py`` and the sizes of
 ``small_operations.py`` (on lanes), with the plain loop beside them: one of its runs, one of each
-version's, and again, so that a noisy moment hits all alike. The other version is loaded under
+version's, and again, so that a noisy moment hits all alike. Last comes a recording of a handwritten
+model, beside one plain forward. The other version is loaded under
 another name into the same process. The ratios are medians over the pairs; the last one is of the
 processor's time of all threads, which other programs on the machine hardly disturb.
 """
@@ -33,7 +34,7 @@ from workloads import WORKLOADS
 import blockpipe
 
 NAME = "blockpipe_other"
-KINDS = ("peers", "one_stage", "small")
+KINDS = ("peers", "one_stage", "small", "recording")
 Runs = dict[str, Callable[[], object]]
 
 
@@ -59,6 +60,8 @@ def main() -> None:
     for width, rows, layers in small_operations.CASES if "small" in options.only else ():
         runs = small(width, rows, layers, other)
         tell(f"small: {width} x {rows}, {layers}", runs, options.repeats)
+    if "recording" in options.only:
+        tell("recording, 24 layers", recording(24, other), max(3, options.repeats // 4))
 
 
 def load(checkout: Path) -> ModuleType:
@@ -148,6 +151,32 @@ def small(width: int, rows: int, layers: int, other: ModuleType) -> Runs:
         other,
         lambda package, net: (package.begin_blocks(net, {"1": 1}), ["cpu"] * 2),
     )
+
+
+class Attention(nn.Module):
+    """A layer that its user wrote: a recording looks at such code."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, width)
+        self.queries, self.keys, self.values = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Attend to all places, and add that."""
+        h = self.norm(x)
+        scores = self.queries(h) @ self.keys(h).mT
+        return x + self.out(scores.softmax(-1) @ self.values(h))
+
+
+def recording(layers: int, other: ModuleType) -> Runs:
+    """Recordings of handwritten layers on two stages, beside a plain forward."""
+    net, x = nn.Sequential(*[Attention(32) for _ in range(layers)]), torch.randn(4, 8, 32)
+
+    def record_by(package: ModuleType) -> Callable[[], object]:
+        model = package.begin_blocks(copy.deepcopy(net), {str(layers // 2): 1})
+        return lambda: package.record(model, x)
+
+    return {"plain": lambda: net(x), "other": record_by(other), "this": record_by(blockpipe)}
 
 
 def _beside_plain(
