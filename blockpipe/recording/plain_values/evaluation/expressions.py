@@ -45,6 +45,7 @@ _WALKS = frozenset(
     ]
 )
 _CALLS_FORWARDS = (nn.Module.__module__, f"{__name__.partition('.')[0]}.")
+_FINDERS = {"__getattr__": nn.Module.__getattr__, "__getattribute__": object.__getattribute__}
 _MEMBERS = ("keys", "values", "items")
 _WALKERS = [vars(nn.Module)[name] for name in _WALKS]
 _WALKERS += [vars(nn.ModuleDict)[name] for name in _MEMBERS]
@@ -181,6 +182,10 @@ class Frame:
             kept = [v for v in held if _may_change(v) and v is not vars(function)]
             self.kept += kept
             return kept[0] if len(kept) == 1 else UNKNOWN
+        if isinstance(node.func, ast.Attribute) and node.func.attr in _FINDERS and node.args:
+            of_super, owner = self._of_super(node.func)
+            if any(of_super is one for one in _FINDERS.values()):
+                return attribute_in(owner, self.evaluated(node.args[0]))
         if function is globals:
             return self.frame.f_globals
         if function is logging.getLogger:
@@ -198,7 +203,7 @@ class Frame:
             if isinstance(made, ast.Call):  # ``type(Options())``
                 kind = self.evaluated(made.func)
                 return kind if isinstance(kind, type) else UNKNOWN
-            if any(one is UNKNOWN for one in args[:2]):
+            if any(one is UNKNOWN for one in args[:2]) or (function is type and len(args) > 1):
                 return UNKNOWN
             if function is type:
                 return type(args[0])
@@ -280,7 +285,7 @@ class Frame:
                 key = self.evaluated(node.args[0])
                 return os.environ, os.fsdecode(key) if isinstance(key, bytes) else key, UNKNOWN
             owner, key = self._asked_by_name(node)
-            key = ALL if key is UNKNOWN and self._lists_names(access) else key
+            key = ALL if key is UNKNOWN and self._may_be_any(access) else key
         else:
             return None, None, self.evaluated(node)
         value = attribute_in(owner, key)
@@ -309,9 +314,10 @@ class Frame:
             return owner if key is ALL else Names(owner), key
         return self._asked_by_name(node) if isinstance(node, ast.Call) else (UNKNOWN, UNKNOWN)
 
-    def _lists_names(self, access: Access) -> bool:
-        """Whether an attribute that is read may be any of those that ``dir()`` has listed."""
-        return access.reads and dir.__name__ in self.code.co_names
+    def _may_be_any(self, access: Access) -> bool:
+        """Whether a name that is not known may be any: where the code runs, or ``dir()`` lists
+        them."""
+        return access.reads and (self.is_running or dir.__name__ in self.code.co_names)
 
     def _owner_of_name(self, name: str, value: Any) -> tuple[Any, Any, Any]:
         if name in self.code.co_freevars:

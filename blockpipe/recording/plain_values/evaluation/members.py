@@ -4,7 +4,7 @@ So no property, no ``__getattr__`` and no ``__getattribute__`` is called.
 """
 
 import builtins
-import functools
+import enum
 import sys
 import types
 from collections import deque, namedtuple
@@ -37,6 +37,8 @@ NEEDS_GRADIENT = "requires_grad"
 TRAINS = (NEEDS_GRADIENT, f"{NEEDS_GRADIENT}_")  # names of what sets it
 _OF_TENSORS = (NEEDS_GRADIENT, "shape", "dtype", "device", "ndim")  # torch's that are known
 _FIELD = type(namedtuple("_Fields", "first").first)  # type: ignore[attr-defined]
+_OF_ENUMS = {id(vars(enum.Enum)[name]): f"_{name}_" for name in ("name", "value")}
+_NAMES = ("__name__", "__qualname__")  # of classes and functions
 
 
 class Registered(NamedTuple):
@@ -182,7 +184,7 @@ def _attribute(owner: Any, name: str) -> Any:
         if name == "__dict__":
             return ClassNames(owner)
         holder = _class_with(owner, name) or _class_with(type(owner), name)
-        return UNKNOWN if holder is None else vars(holder)[name]
+        return UNKNOWN if holder is None else _in_c(vars(holder)[name], owner)
     attributes = own_attributes(owner)
     if name == "__dict__":
         return attributes
@@ -205,10 +207,21 @@ def _attribute(owner: Any, name: str) -> Any:
     holder = _class_with(type(owner), name)
     found = UNKNOWN if holder is None else vars(holder)[name]
     is_field = isinstance(found, _FIELD) and isinstance(owner, tuple)
-    holds = isinstance(owner, functools.partial | types.FunctionType)  # partial(f, x).args
-    if is_field or (holds and isinstance(found, types.MemberDescriptorType)):
-        return found.__get__(owner)
-    return UNKNOWN if isinstance(found, types.GetSetDescriptorType) else found  # of code in C
+    return found.__get__(owner) if is_field else _in_c(found, owner)
+
+
+def _in_c(found: Any, owner: Any) -> Any:
+    """Return a member of a class, or what it stands for, if code in C or of Python's own gives
+    that: ``partial.args``, ``kind.__name__``, the name and the value of an enum's member."""
+    if isinstance(found, types.DynamicClassAttribute):
+        return own_attributes(owner).get(_OF_ENUMS.get(id(found), ""), UNKNOWN)
+    is_name = isinstance(found, types.GetSetDescriptorType) and found.__name__ in _NAMES
+    if is_name or isinstance(found, types.MemberDescriptorType):
+        try:
+            return found.__get__(owner)
+        except (AttributeError, TypeError):  # it is not set, or of the class itself
+            return UNKNOWN
+    return UNKNOWN if isinstance(found, types.GetSetDescriptorType) else found
 
 
 def own_attributes(owner: Any) -> dict[str, Any]:

@@ -87,6 +87,11 @@ def _computed(node: ast.expr, evaluate: Evaluate) -> Any:
             convert = _CONVERSIONS.get(conversion)
             is_known = _is_plain(found) and type(how) is str
             return format(convert(found) if convert else found, how) if is_known else NOT_MADE
+        case ast.Subscript(value=value, slice=at) if type(text := evaluate(value)) is str:
+            bounds = [at.lower, at.upper, at.step] if isinstance(at, ast.Slice) else [at]
+            found = [None if one is None else evaluate(one) for one in bounds]
+            is_known = all(map(_is_plain, found))
+            return text[slice(*found) if len(found) > 1 else found[0]] if is_known else NOT_MADE
         case ast.Call(func=function, args=args, keywords=[]):
             return _of_call(function, args, evaluate)
     return NOT_MADE
