@@ -5,6 +5,7 @@ In the plain loop the next micro-batch's forward comes after it. Where several a
 one may be over already, so that a running mean would take another course, without a word.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -75,7 +76,9 @@ class BackwardWrites:
         else:
             yield
         for (what, where, look), version in zip(read, before, strict=True):
-            if _version(look()) != version:
+            now = _version(look())
+            is_gone = now is None and isinstance(look, weakref.ref)  # the graph alone had it
+            if now != version and not is_gone:
                 raise StateError(
                     f"{what}, which the forward reads ({where}), is written in a backward, by a "
                     "hook or by torch.utils.checkpoint, which runs its function again; a later "

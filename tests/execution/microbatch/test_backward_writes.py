@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import blockpipe as bp
@@ -185,3 +186,39 @@ def test_a_hook_that_writes_to_a_weight_is_refused_where_others_read_it(
         return
     with pytest.raises(StateError, match=r"a backward writes to"):
         pipe.forward_backward(torch.randn(8, 4), loss_fn=square)
+
+
+class Recurrent(nn.Module):
+    """Its first stage carries a hidden state, which begins with zeros."""
+
+    def __init__(self, cell: type[nn.GRUCell | nn.RNNCell | nn.GRU]) -> None:
+        super().__init__()
+        self.a, self.b, self.cell = nn.Linear(4, 4), nn.Linear(4, 4), cell(4, 4)
+        self.state = torch.zeros(1, 2, 4) if cell is nn.GRU else torch.zeros(2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+            if isinstance(self.cell, nn.GRU):
+                h, state = self.cell(h[None], self.state)
+                h = h[0]
+            else:
+                h = state = self.cell(h, self.state)
+            self.state = state.detach()
+        with bp.Block(stage=1):
+            return self.b(h)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("cell", [nn.GRUCell, nn.RNNCell, nn.GRU])
+def test_a_tensor_that_the_graph_alone_still_has_is_not_written(
+    cell: type[nn.GRUCell | nn.RNNCell | nn.GRU], schedule: str
+) -> None:
+    """The first state ends with the backward that needed it, which was taken for a write."""
+    net = Recurrent(cell)
+    plain, x = copy.deepcopy(net), torch.randn(8, 4)
+    pipe = bp.Pipeline(net, devices=["cpu", "cpu"], chunks=4, schedule=schedule)
+    for _ in range(2):
+        pipe.forward_backward(x, target=x, loss_fn=mse_loss)
+        plain_step(plain, (x,), {}, x, mse_loss, 4)
+    assert_same_gradients(net, plain)
