@@ -19,12 +19,11 @@ from torch import Tensor, nn
 
 from ..calls import Call
 from .evaluation.expressions import Frame
-from .evaluation.members import attribute_in
 from .evaluation.sizes import Sizes
 from .evaluation.still_frames import STOPS, Given, StillFrame
 from .known_values import KnownValues
 from .open_questions import any_open
-from .still_code import frames_of
+from .still_code import called_at, frames_of
 from .syntax.accesses import (
     Access,
     accesses_of,
@@ -264,8 +263,8 @@ class _MissedCalls:
         """
         for access in accesses:
             with contextlib.suppress(Exception):  # of an object that cannot be looked at
-                function, given = _called(access, frame)
-                yield from self.of(function, hop, given, by_size=by_size)
+                for function, given in (_called(access, frame), *called_at(access, frame)):
+                    yield from self.of(function, hop, given, by_size=by_size)
 
     def of(
         self, function: Any, hop: int, given: Given = _NOTHING, *, by_size: bool = False
@@ -292,10 +291,6 @@ def _called(access: Access, frame: Frame) -> tuple[Any, Given]:
     if isinstance(node, ast.Call):
         return frame.bound(node.func), Given.by(node, frame)
     if isinstance(node, ast.Attribute):
-        owner = frame.evaluated(node.value)
-        found = attribute_in(owner, node.attr)
-        if isinstance(found, property):
-            return found.fset if access.writes else found.fget, Given((owner,))
         bound = frame.bound(node)  # ``(self.a if … else self.b)(x)``
         if isinstance(bound, types.MethodType):
             return bound, _NOTHING

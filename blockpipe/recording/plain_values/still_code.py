@@ -275,31 +275,37 @@ def _called_by(still: StillFrame) -> Iterator[_Call]:
         yield from _handed_on_by(call, frame)
         yield from _applied_by(call, given, frame)
     for access in itertools.chain.from_iterable(accesses_of(still.f_code).values()):
-        if isinstance(node := access.node, ast.Attribute):
-            owner = or_unknown(frame.evaluated, node.value)
-            found = or_unknown(functools.partial(attribute_in, owner), node.attr)
-            if isinstance(found, property):
-                yield (found.fset if access.writes else found.fget), Given((owner,))
-            elif access.writes:
-                yield from ((method, Given((found, owner))) for method in set_by(found))
-            elif owner is not UNKNOWN:
-                is_known = found is not UNKNOWN
-                named = called_by_name(owner, found, is_known=is_known)
-                yield from ((method, Given(first)) for method, first in named)
-        elif isinstance(node, ast.Subscript):
-            owner, key = (or_unknown(frame.evaluated, one) for one in (node.value, node.slice))
-            found = of_entry(owner, writes=access.writes)
-            yield from ((method, Given((owner, key))) for method in found)
-        if access.use in (Use.READ, Use.BOTH) and not access.calls:  # BOTH: ``next(self.items)``
-            value = or_unknown(frame.bound, access.node)
-            yield from ((method, Given((value,))) for method in protocols_of(value))
-            yield from ((function, Given()) for function in _functions_in(value))
+        yield from called_at(access, frame)
     for context in contexts_of(still.f_code):
         value = or_unknown(frame.evaluated, context)
         yield from ((method, Given((value,))) for method in called_by_with(value))
         if value is UNKNOWN and isinstance(context, ast.Call):
             made = or_unknown(frame.evaluated, context.func)
             yield from ((method, Given((_MADE,))) for method in called_by_with(made))
+
+
+def called_at(access: Access, frame: Frame) -> Iterator[_Call]:
+    """Yield the user's methods that an access may run: a property, and those of the value for
+    operators, loops and the like."""
+    if isinstance(node := access.node, ast.Attribute):
+        owner = or_unknown(frame.evaluated, node.value)
+        found = or_unknown(functools.partial(attribute_in, owner), node.attr)
+        if isinstance(found, property):
+            yield (found.fset if access.writes else found.fget), Given((owner,))
+        elif access.writes:
+            yield from ((method, Given((found, owner))) for method in set_by(found))
+        elif owner is not UNKNOWN:
+            is_known = found is not UNKNOWN
+            named = called_by_name(owner, found, is_known=is_known)
+            yield from ((method, Given(first)) for method, first in named)
+    elif isinstance(node, ast.Subscript):
+        owner, key = (or_unknown(frame.evaluated, one) for one in (node.value, node.slice))
+        found = of_entry(owner, writes=access.writes)
+        yield from ((method, Given((owner, key))) for method in found)
+    if access.use in (Use.READ, Use.BOTH) and not access.calls:  # BOTH: ``next(self.items)``
+        value = or_unknown(frame.bound, access.node)
+        yield from ((method, Given((value,))) for method in protocols_of(value))
+        yield from ((function, Given()) for function in _functions_in(value))
 
 
 def _applied_by(call: ast.Call, given: Given, frame: Frame) -> Iterator[_Call]:

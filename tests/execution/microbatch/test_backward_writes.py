@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import blockpipe as bp
 from blockpipe.errors import StateError
 
+from ...alike import DEVICE
 from ...models import square
 from ...parameter_sets import every_pair
 from ...parity import assert_same_gradients, difference, plain_step
@@ -194,7 +195,8 @@ class Recurrent(nn.Module):
     def __init__(self, cell: type[nn.GRUCell | nn.RNNCell | nn.GRU]) -> None:
         super().__init__()
         self.a, self.b, self.cell = nn.Linear(4, 4), nn.Linear(4, 4), cell(4, 4)
-        self.state = torch.zeros(1, 2, 4) if cell is nn.GRU else torch.zeros(2, 4)
+        shape = (1, 2, 4) if cell is nn.GRU else (2, 4)
+        self.state = torch.zeros(shape, device=DEVICE)
 
     def forward(self, x: Tensor) -> Tensor:
         with bp.Block(stage=0):
@@ -209,6 +211,7 @@ class Recurrent(nn.Module):
             return self.b(h)
 
 
+@pytest.mark.cpu("the simulated accelerator has no fused kernel of a GRU")
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("cell", [nn.GRUCell, nn.RNNCell, nn.GRU])
 def test_a_tensor_that_the_graph_alone_still_has_is_not_written(
@@ -216,8 +219,8 @@ def test_a_tensor_that_the_graph_alone_still_has_is_not_written(
 ) -> None:
     """The first state ends with the backward that needed it, which was taken for a write."""
     net = Recurrent(cell)
-    plain, x = copy.deepcopy(net), torch.randn(8, 4)
-    pipe = bp.Pipeline(net, devices=["cpu", "cpu"], chunks=4, schedule=schedule)
+    plain, x = copy.deepcopy(net).to(DEVICE), torch.randn(8, 4, device=DEVICE)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule=schedule)
     for _ in range(2):
         pipe.forward_backward(x, target=x, loss_fn=mse_loss)
         plain_step(plain, (x,), {}, x, mse_loss, 4)

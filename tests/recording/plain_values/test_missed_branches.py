@@ -1,6 +1,6 @@
 """State in branches that the recorded micro-batch did not take, and another one may."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -107,4 +107,104 @@ def test_a_list_that_a_variable_names_may_be_added_to_in_such_a_branch() -> None
     pipe = bp.Pipeline(net, devices=stages(2), chunks=2)
     x = torch.rand(8, 4) + 1
     with pytest.raises(StateError, match=r"changes a list"):
+        pipe.forward_backward(x, target=x, loss_fn=mse_loss)
+
+
+class Level:
+    """A number that operators, loops and questions read."""
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+    def __add__(self, other: float) -> float:
+        return self.value + other
+
+    def __neg__(self) -> float:
+        return -self.value
+
+    def __iter__(self) -> Iterator[float]:
+        yield self.value
+
+    def __gt__(self, other: float) -> bool:
+        return self.value > other
+
+    def __bool__(self) -> bool:
+        return self.value > 1
+
+    def __contains__(self, other: float) -> bool:
+        return other < self.value
+
+    def __getattr__(self, name: str) -> float:
+        if name == "missing":
+            return self.value
+        raise AttributeError(name)
+
+
+class Levels(nn.Module):
+    """Its first stage reads the level of the second one by syntax, if the data says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.level = nn.Linear(4, 4), nn.Linear(4, 4), Level()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.read(x, self.a(x))
+        with bp.Block(stage=1):
+            h = self.b(h)
+            self.level.value = 1.0 + h.abs().mean().item()
+            return h
+
+    def read(self, x: Tensor, h: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Adds(Levels):
+    def read(self, x: Tensor, h: Tensor) -> Tensor:
+        return h * (self.level + 0.0) if x.mean() > 0 else h
+
+
+class Negates(Levels):
+    def read(self, x: Tensor, h: Tensor) -> Tensor:
+        return h * -self.level if x.mean() > 0 else h
+
+
+class Loops(Levels):
+    def read(self, x: Tensor, h: Tensor) -> Tensor:
+        if x.mean() > 0:
+            for value in self.level:
+                h = h * value
+        return h
+
+
+class Compares(Levels):
+    def read(self, x: Tensor, h: Tensor) -> Tensor:
+        if x.mean() > 0 and self.level > 1.5:
+            h = h * 2
+        return h
+
+
+class Asks(Levels):
+    def read(self, x: Tensor, h: Tensor) -> Tensor:
+        if x.mean() > 0:
+            return h * 2 if self.level else h
+        return h
+
+
+class Contains(Levels):
+    def read(self, x: Tensor, h: Tensor) -> Tensor:
+        return h * (1.5 in self.level) if x.mean() > 0 else h
+
+
+class Misses(Levels):
+    def read(self, x: Tensor, h: Tensor) -> Tensor:
+        return h * self.level.missing if x.mean() > 0 else h
+
+
+@pytest.mark.parametrize("kind", [Adds, Negates, Loops, Compares, Asks, Contains, Misses])
+def test_what_syntax_reads_in_a_branch_that_was_not_taken_is_refused(kind: type[Levels]) -> None:
+    """Only calls and properties were followed there, and operators in functions that it calls."""
+    pipe = bp.Pipeline(kind(), devices=stages(2), chunks=2)
+    x = torch.rand(8, 4) - 2  # no micro-batch takes the branch
+    with pytest.raises(StateError, match=r"value"):
         pipe.forward_backward(x, target=x, loss_fn=mse_loss)
