@@ -37,6 +37,7 @@ from .evaluation.members import (
     UNKNOWN,
     Names,
     Registered,
+    is_one_of,
     own_attributes,
 )
 from .evaluation.registered import asked_for
@@ -348,7 +349,8 @@ def _takes_apart(function: Any) -> bool:
     hand the user's objects to the user's code; or in C, and makes a text or bytes of an object."""
     package = str(getattr(function, "__module__", None)).partition(".")[0]
     is_pythons = isinstance(function, types.FunctionType) and package not in _HAND_BACK
-    return is_pythons or function in (str, repr, format) or package in ("_pickle", "_json")
+    makes_text = is_one_of(function, (str, repr, format)) or package in ("_pickle", "_json")
+    return is_pythons or makes_text
 
 
 def _members_of(value: Any) -> Iterable[Any]:
@@ -369,7 +371,7 @@ def shares_memory(function: Any) -> bool:
 
 def is_looked_into(function: Any) -> bool:
     """Return whether a function's own code is traced, or it asks for nothing that changes."""
-    if function in ASKS:
+    if is_one_of(function, ASKS):
         return True
     if isinstance(function, nn.Module):
         function = type(function)

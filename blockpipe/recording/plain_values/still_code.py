@@ -32,7 +32,7 @@ from ..._torch.modules import (
 )
 from ...batches.losses import WeightedLoss
 from .evaluation.expressions import Frame, members_of
-from .evaluation.members import UNKNOWN, attribute_in, member_of
+from .evaluation.members import UNKNOWN, attribute_in, is_one_of, member_of
 from .evaluation.still_frames import Given, Results, StillFrame, or_unknown, some_of
 from .syntax.accesses import (
     Access,
@@ -330,7 +330,7 @@ def _handed_on_by(call: ast.Call, frame: Frame) -> Iterator[_Call]:
             continue
         if function is functools.partial and node is first:
             yield handed_on, Given.by(call, frame).of_partial()
-        elif function in (map, filter) and node is first and len(call.args) == 2:
+        elif is_one_of(function, (map, filter)) and node is first and len(call.args) == 2:
             members = or_unknown(functools.partial(members_of, frame), call.args[1])
             known = [UNKNOWN] if members is UNKNOWN else some_of(members)
             yield from ((handed_on, Given((member,))) for member in known)

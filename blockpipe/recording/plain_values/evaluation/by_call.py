@@ -20,7 +20,7 @@ from ..syntax.accesses import Access
 from ..syntax.effects import SETS_TORCHS
 from .expressions import Frame, members_of
 from .getters import asked_by_text, asked_of, hands_on, is_getter, is_setter, set_by
-from .members import ALL, NEEDS_GRADIENT, UNKNOWN, member_of, own_attributes
+from .members import ALL, NEEDS_GRADIENT, UNKNOWN, is_one_of, member_of, own_attributes
 from .registered import added_to, along_path, places_of, walked_by
 from .still_frames import StillFrame
 
@@ -133,7 +133,7 @@ def _called_by(node: ast.Call, frame: Frame) -> Iterator[tuple[Any, list[Any]]]:
         named = frame.evaluated(handed)
         if is_getter(named) or is_setter(named):
             others = [one for one in over if one is not handed]
-            if function in (max, min) and len(others) > 1:
+            if is_one_of(function, (max, min)) and len(others) > 1:
                 others = [ast.Tuple(others, ast.Load())]
             members = (members_of(frame, one) for one in others)
             known = [[UNKNOWN] if found is UNKNOWN else found for found in members]

@@ -31,6 +31,7 @@ from .members import (
     WHOLE,
     Names,
     attribute_in,
+    is_one_of,
     makes_new,
     member_of,
     own_attributes,
@@ -184,20 +185,20 @@ class Frame:
             return kept[0] if len(kept) == 1 else UNKNOWN
         if isinstance(node.func, ast.Attribute) and node.func.attr in _FINDERS and node.args:
             of_super, owner = self._of_super(node.func)
-            if any(of_super is one for one in _FINDERS.values()):
+            if is_one_of(of_super, _FINDERS.values()):
                 return attribute_in(owner, self.evaluated(node.args[0]))
         if function is globals:
             return self.frame.f_globals
         if function is logging.getLogger:
             return self._logger(*map(self.evaluated, node.args))
-        if any(function is one for one in _WALKERS):
+        if is_one_of(function, _WALKERS):
             return members_of(self, node)
         if function is dict and len(node.args) == 1 and not node.keywords:
             found = self.evaluated(node.args[0])
             return dict(found) if type(found) is list else found
-        if function in (copy.copy, copy.deepcopy) and len(node.args) == 1:
+        if is_one_of(function, (copy.copy, copy.deepcopy)) and len(node.args) == 1:
             return self.evaluated(node.args[0])  # what is read of a copy, is read of the original
-        if function in (type, vars, getattr) and node.args:
+        if is_one_of(function, (type, vars, getattr)) and node.args:
             args = [*map(self.evaluated, node.args)]
             made = node.args[0] if function is type and args[0] is UNKNOWN else None
             if isinstance(made, ast.Call):  # ``type(Options())``
@@ -281,7 +282,7 @@ class Frame:
             function = self.evaluated(node.func)
             if function is vars or access.is_call:
                 return None, None, self.evaluated(node)
-            if function in (os.getenv, os.getenvb):
+            if is_one_of(function, (os.getenv, os.getenvb)):
                 key = self.evaluated(node.args[0])
                 return os.environ, os.fsdecode(key) if isinstance(key, bytes) else key, UNKNOWN
             owner, key = self._asked_by_name(node)

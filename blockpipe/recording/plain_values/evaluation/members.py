@@ -8,7 +8,7 @@ import enum
 import sys
 import types
 from collections import deque, namedtuple
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -121,6 +121,11 @@ def makes_new(kind: type) -> bool:
     may give one for all."""
     is_plain = attribute_in(kind, "__new__") is vars(object)["__new__"]
     return is_plain and attribute_in(type(kind), "__call__") is vars(type)["__call__"]
+
+
+def is_one_of(value: Any, those: Iterable[Any]) -> bool:
+    """Return whether a value is one of some objects, whatever it says it is equal to."""
+    return any(value is one for one in those)
 
 
 def attribute_in(owner: Any, name: Any) -> Any:
