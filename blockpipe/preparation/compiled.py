@@ -20,12 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._torch.modules import (
-    backward_pre_hooks_of,
-    forward_hooks_of,
-    forward_pre_hooks_of,
-    full_backward_hooks_of,
-)
+from .._torch.modules import has_hooks
 from .captured import CapturedGraphs, Captures
 from .sealed_forwards import SealedForwards
 
@@ -53,6 +48,7 @@ class CompiledModules:
         self.graphs: dict[str, CapturedGraphs] = {}  # by the path of the module
         # Paths of modules with calls that ran uncompiled.
         self.uncompiled: set[str] = set()
+        self._hooked: list[str] = []  # paths of modules with hooks inside
         self._options = options
         self._codes: dict[Any, CodeType] = {}  # by kind of module
         self._is_first = True
@@ -64,11 +60,20 @@ class CompiledModules:
     ) -> Callable[..., Any] | None:
         if not any(True for _ in module.parameters()):
             return None  # an activation, a dropout: checking a compiled call would cost as much
+        if self._options is not None and self._has_hooks_inside(path, module):
+            return None
         if self._options is not None:
             forward = self._compiled(path, module, forward)
         if self._cuda_graphs:
             forward = self.graphs[path] = CapturedGraphs(module, forward, self.captures)
         return forward
+
+    def _has_hooks_inside(self, path: str, module: nn.Module) -> bool:
+        """Whether a module inside of one has hooks. torch compiles them in, and does not ask again
+        whose they are: like modules, which share code, would run those of the first one."""
+        found = any(has_hooks(inner) for inner in module.modules() if inner is not module)
+        self._hooked += [path] if found else []
+        return found
 
     def _compiled(
         self, path: str, module: nn.Module, forward: Callable[..., Any]
@@ -94,6 +99,8 @@ class CompiledModules:
                 'compiles a module a limited number of times; TORCH_LOGS="recompiles" says why it '
                 "did so anew)"
             )
+        if self._hooked:
+            yield f"not compiled, for modules inside of them have hooks: {', '.join(self._hooked)}"
         if self.graphs:
             captured = [path for path, graphs in self.graphs.items() if not graphs.failure]
             yield f"captured as CUDA graphs: {', '.join(captured) or 'nothing'}"
@@ -129,31 +136,15 @@ class CompiledModules:
 
 
 def _kind(module: nn.Module, forward: Callable[..., Any]) -> Any:
-    """Return what compiled code of a module is specialized to, as far as that can be seen.
-
-    It runs the hooks of the modules inside, and torch does not ask again whether they have others.
-    """
+    """Return what compiled code of a module is specialized to, as far as that can be seen."""
     parts: list[Any] = [getattr(forward, "__func__", forward)]
     for name, inner in module.named_modules():
         plain = [(key, value) for key, value in vars(inner).items() if isinstance(value, _PLAIN)]
         # A mark does not make it another kind.
         parts.append((name, type(inner), *(p for p in plain if not p[0].startswith("_blockpipe"))))
-        parts.append(tuple(map(_as_key, _hooks_of(inner) if name else ())))
     for held in (module.named_parameters(), module.named_buffers()):
         parts += [(name, t.shape, t.dtype, t.device, t.requires_grad) for name, t in held]
     return tuple(parts)
-
-
-def _hooks_of(module: nn.Module) -> Iterator[Any]:
-    """Yield a module's hooks, and between them, which kind they are of."""
-    kinds = forward_pre_hooks_of, forward_hooks_of, backward_pre_hooks_of, full_backward_hooks_of
-    for kind in kinds:
-        yield from (kind, *kind(module).values())
-
-
-def _as_key(hook: Any) -> tuple[int, int]:
-    """Return which function a hook is: of a method, a new object is made each time."""
-    return id(getattr(hook, "__func__", hook)), id(getattr(hook, "__self__", None))
 
 
 _PLAIN = (bool, int, float, str, type(None))

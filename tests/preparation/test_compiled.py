@@ -130,14 +130,23 @@ HOOKS = {
 }
 
 
+class Logs(nn.Sequential):
+    """Asks for a value, so that torch compiles the rest of its forward apart."""
+
+    def forward(self, x):
+        self.level = x.detach().mean().item()
+        return super().forward(x)
+
+
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")  # a hook of a backward
+@pytest.mark.parametrize("kind", [nn.Sequential, Logs])
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize("block", [0, 1, 3])
 @pytest.mark.parametrize("add", HOOKS.values(), ids=HOOKS)
-def test_a_hook_inside_of_one_of_several_like_modules_runs_there_alone(add, block, at):
+def test_a_hook_inside_of_one_of_several_like_modules_runs_there_alone(add, block, at, kind):
     """What is compiled runs the hooks that are inside, and torch does not compare them: like
     modules ran those of the one that was compiled first."""
-    blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]
+    blocks = [kind(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]
     net = bp.begin_blocks(nn.Sequential(*blocks), {"2": 1})
     plain, x = copy.deepcopy(net), torch.randn(4, 4)
     pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)
@@ -150,6 +159,8 @@ def test_a_hook_inside_of_one_of_several_like_modules_runs_there_alone(add, bloc
         expected = plain_step(plain, (x,), {}, x, mse_loss, 2)
         torch.testing.assert_close(loss, expected)
         assert_same_gradients(net, plain)
+    notes = [line for line in str(pipe.summary()).splitlines() if "have hooks" in line]
+    assert notes == [f"note: not compiled, for modules inside of them have hooks: {block}"]
 
 
 class Counted(nn.Linear):
