@@ -6,6 +6,7 @@ that a training loop makes anew for each step makes no other recording.
 
 from __future__ import annotations
 
+import array
 import contextvars
 import enum
 import functools
@@ -139,6 +140,12 @@ class Contents:
             return self._of_surroundings(value)
         if kind is slice:
             return kind, self._each((value.start, value.stop, value.step))
+        if isinstance(value, weakref.ref):
+            return kind, self.of(value())
+        if isinstance(value, weakref.WeakValueDictionary):
+            return kind, self._members(dict(value))
+        if isinstance(value, bytearray | array.array) and memoryview(value).nbytes <= MOST_BYTES:
+            return kind, bytes(value), getattr(value, "typecode", "")
         if is_data(value):
             if value.nbytes > MOST_BYTES:
                 return self._same(value)

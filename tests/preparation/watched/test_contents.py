@@ -1,7 +1,9 @@
 """What counts as the content of a value."""
 
+import array
 import fractions
 import functools
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +26,7 @@ def _times(factor: float) -> Callable[[float], float]:
     return lambda x: x * factor
 
 
+SEEN = [Settings(scale=n) for n in range(3)]  # alive
 MAKERS: list[Callable[[int], Any]] = [
     lambda n: n,
     lambda n: [1, [n]],
@@ -41,6 +44,10 @@ MAKERS: list[Callable[[int], Any]] = [
     lambda n: functools.partial(max, n),
     lambda n: _times(n),
     lambda n: Settings(scale=[n]),
+    lambda n: array.array("d", [n]),
+    lambda n: bytearray([n]),
+    lambda n: weakref.ref(SEEN[n]),
+    lambda n: weakref.WeakValueDictionary(one=SEEN[n]),
     lambda n: Settings(scale=1, other=n) if n == 1 else Settings(scale=2, other=n),
 ]
 
