@@ -1,6 +1,7 @@
 """The options of a pipeline, checked before anything moves."""
 
 import inspect
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Generic, Literal, Self, TypeVar, cast, overload
@@ -10,6 +11,7 @@ from torch import nn
 from .._common.callsite import users_line, warn
 from .._common.checks import expected, is_integer
 from .._common.hints import REPLICATED
+from .._torch.modules import children_of
 from ..batches.batch_dims import BatchDims, CallDims, dims_of_call
 from ..batches.microbatch import LossReduction, Microbatch, split
 from ..errors import MicrobatchError, PlanError, ScheduleError, UsageError
@@ -132,6 +134,7 @@ def check_model(model: object) -> None:
                 f"has one for each micro-batch ({users_line()}); pass Pipeline the module inside "
                 f"of it, and {REPLICATED}"
             )
+        _check_children(path, module)
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ == "DTensor":
             raise UsageError(
@@ -147,6 +150,17 @@ def check_model(model: object) -> None:
             f"{users_line()}): a stage's weights stay on its device; load it with a device_map of "
             "devices alone, or on the meta device and pass weights=… to Pipeline"
         )
+
+
+def _check_children(path: str, module: nn.Module) -> None:
+    for name, child in children_of(module).items():
+        if type(child) in weakref.ProxyTypes:  # torch's own walks take it for another module
+            full = f"{path}.{name}" if path else name
+            raise UsageError(
+                f"expected modules, got a weak proxy as {full!r}, which torch has registered as a "
+                f"submodule ({users_line()}); keep a weak reference (weakref.ref), or set it by "
+                "object.__setattr__"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

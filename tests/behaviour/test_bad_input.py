@@ -1,5 +1,6 @@
 """Wrong use is a clear error at once, and leaves the model as it was: rule 8."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -202,6 +203,15 @@ def test_a_model_that_is_no_module_is_refused(model: Any) -> None:
         UsageError, match=r"expected an nn\.Module for model of Pipeline, got \S+ \(.*\.py"
     ):
         bp.Pipeline(model, devices=CPUS)
+
+
+def test_a_submodule_that_is_a_weak_proxy_is_refused() -> None:
+    """torch registers it, and no walk over modules and parameters with duplicates would end."""
+    net = marked_net()
+    child = next(net.children())
+    child.parent = weakref.proxy(net)
+    with pytest.raises(UsageError, match=r"got a weak proxy as '.*parent'.*keep a weak reference"):
+        bp.Pipeline(net, devices=CPUS)
 
 
 def test_a_pipeline_of_a_pipeline_is_refused() -> None:
