@@ -11,6 +11,7 @@ from torch import nn
 from .._common.callsite import users_line, warn
 from .._common.checks import expected, is_integer
 from .._common.hints import REPLICATED
+from .._common.modules import paths_around
 from .._torch.modules import children_of
 from ..batches.batch_dims import BatchDims, CallDims, dims_of_call
 from ..batches.microbatch import LossReduction, Microbatch, split
@@ -134,7 +135,7 @@ def check_model(model: object) -> None:
                 f"has one for each micro-batch ({users_line()}); pass Pipeline the module inside "
                 f"of it, and {REPLICATED}"
             )
-        _check_children(path, module)
+        _check_children(model, path, module)
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ == "DTensor":
             raise UsageError(
@@ -152,14 +153,17 @@ def check_model(model: object) -> None:
         )
 
 
-def _check_children(path: str, module: nn.Module) -> None:
+def _check_children(model: nn.Module, path: str, module: nn.Module) -> None:
     for name, child in children_of(module).items():
-        if type(child) in weakref.ProxyTypes:  # torch's own walks take it for another module
+        if type(child) not in weakref.ProxyTypes:
+            continue
+        real = cast(Any, child).__repr__.__self__  # what a proxy answers, its object answers
+        if any(real is one for one in (module, *map(model.get_submodule, paths_around(path)))):
             full = f"{path}.{name}" if path else name
             raise UsageError(
-                f"expected modules, got a weak proxy as {full!r}, which torch has registered as a "
-                f"submodule ({users_line()}); keep a weak reference (weakref.ref), or set it by "
-                "object.__setattr__"
+                f"expected modules inside of each other, got {full!r}, a weak proxy of one around "
+                f"it, which torch has registered as a submodule ({users_line()}); keep a weak "
+                "reference (weakref.ref), or set it by object.__setattr__"
             )
 
 

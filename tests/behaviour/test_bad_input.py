@@ -205,12 +205,12 @@ def test_a_model_that_is_no_module_is_refused(model: Any) -> None:
         bp.Pipeline(model, devices=CPUS)
 
 
-def test_a_submodule_that_is_a_weak_proxy_is_refused() -> None:
+def test_a_submodule_that_is_a_weak_proxy_of_its_parent_is_refused() -> None:
     """torch registers it, and no walk over modules and parameters with duplicates would end."""
     net = marked_net()
     child = next(net.children())
     child.parent = weakref.proxy(net)
-    with pytest.raises(UsageError, match=r"got a weak proxy as '.*parent'.*keep a weak reference"):
+    with pytest.raises(UsageError, match=r"'.*parent', a weak proxy of .*keep a weak reference"):
         bp.Pipeline(net, devices=CPUS)
 
 
