@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._common.callsite import users_line
+from .._common.callsite import users_line, warn
 from .._common.checks import expected, is_integer
 from .._common.modules import named_slots
 from .._torch.modules import buffers_of, parameters_of
+from .._torch.tensors import memory_of
 from ..devices.devices import checked_devices, is_on_meta
 from ..errors import UsageError
 from ..recording.entries import TensorInfo
@@ -27,6 +28,8 @@ from .validation import compare_state_dict, slots_of
 _log = logging.getLogger(__name__)
 
 Init = Callable[[nn.Module], object] | str
+
+_SLOTS = (parameters_of, buffers_of)
 
 REMEDY = "pass weights=… (a checkpoint), init=… (a function of a module, or 'reset_parameters')"
 
@@ -80,7 +83,7 @@ def materialize(
         ['meta', 'meta', 'cpu', 'cpu']
     """
     held = {name: h for h in (*recording.parameters, *recording.buffers) for name in h.names}
-    differing = {name for s in (parameters_of, buffers_of) for name, _ in named_slots(model, s)}
+    differing = {name for slots in _SLOTS for name, _ in named_slots(model, slots)}
     differing ^= held.keys()
     if differing:
         raise UsageError(
@@ -96,6 +99,7 @@ def materialize(
     source = None if weights is None else open_weights(weights)
     if source is not None:
         check_weights(model, source, held, init)
+    _tell_shared_memory(model)
     filling = Materializer(model, source, [checked[n] for n in range(recording.num_stages)])
     with filling.or_nothing(), torch.inference_mode(False), torch.no_grad():
         unique = {id(h): h for h in held.values()}.values()
@@ -113,6 +117,20 @@ def materialize(
         if source is not None:
             _set_extra_state(model, source)
     follow_with_optimizer_state()  # what an optimizer loaded on meta is lost, and no step says so
+
+
+def _tell_shared_memory(model: nn.Module) -> None:
+    """Warn of different tensors in one memory: each gets its own, as by torch's ``to_empty``."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in (pair for slots in _SLOTS for pair in named_slots(model, slots)):
+        if tensor.is_meta:
+            first, other = found.setdefault(memory_of(tensor), (name, tensor))
+            if other is not tensor:
+                warn(
+                    f"{first!r} and {name!r} have one memory on the meta device, and get one each: "
+                    "what is written to one is not seen in the other, as it is in a model that is "
+                    f"built with values ({users_line()}); use one parameter or buffer for both"
+                )
 
 
 def _checked_stages(stages: object, count: int) -> Collection[int]:

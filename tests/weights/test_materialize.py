@@ -387,3 +387,18 @@ def test_no_more_than_one_tensor_twice(tmp_path):
     assert more["same"] < layer / 2
     assert more["half"] < layer
     assert more["net.pt"] < 2 * layer
+
+
+@pytest.mark.parametrize("how", ["parameter", "buffer"])
+def test_tensors_of_one_memory_on_meta_get_one_each_with_a_warning(how):
+    """They were parted without a word; built with values, one sees what is written to the other."""
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        if how == "parameter":
+            net[1].weight = nn.Parameter(net[0].weight.data)
+        else:
+            net[1].register_buffer("frozen", net[0].weight.detach())
+    bp.begin_blocks(net, {"1": 1})
+    weights = {name: torch.zeros(t.shape) for name, t in net.state_dict().items()}
+    with pytest.warns(UserWarning, match=r"'0\.weight' and '1\.(weight|frozen)' have one memory"):
+        bp.materialize(net, bp.record(net, torch.zeros(1, 4)), ["cpu"] * 2, weights=weights)
