@@ -65,7 +65,7 @@ class LanedStep:
         keeps = kept_process_state() if prepared.recording.changes_process else _NOTHING
         with keeps, SharedContexts():
             threads.run()
-        prepared.knows_backwards |= is_first
+        prepared.knows_backwards |= is_first and len(request.microbatches) > 1
         if before is not None:
             self._state.written = prepared.unwritten.written(before)
 

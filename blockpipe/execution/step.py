@@ -78,7 +78,7 @@ class Step:
             ):
                 runner.run(self.request.schedule)
                 self._check_results()
-        self.request.prepared.steps += 1
+        self._count()
 
     def run_forward(self) -> None:
         """Run all forwards; their graphs stay, for a backward that the caller starts."""
@@ -96,7 +96,12 @@ class Step:
         if prepared.does_recompute:
             count = len(self.request.microbatches)
             self._model = RecomputedModel(self.request.model, prepared, count)
+        self._count()
+
+    def _count(self) -> None:
+        prepared = self.request.prepared
         prepared.steps += 1
+        prepared.has_compared |= len(self.request.microbatches) > 1  # one says nothing of two
 
     def run_backward(self) -> None:
         """Run all backwards, after roots were added to the runs."""
