@@ -78,7 +78,8 @@ class Step:
             ):
                 runner.run(self.request.schedule)
                 self._check_results()
-        self._count()
+        self.request.prepared.steps += 1
+        self._has_compared()
 
     def run_forward(self) -> None:
         """Run all forwards; their graphs stay, for a backward that the caller starts."""
@@ -96,12 +97,7 @@ class Step:
         if prepared.does_recompute:
             count = len(self.request.microbatches)
             self._model = RecomputedModel(self.request.model, prepared, count)
-        self._count()
-
-    def _count(self) -> None:
-        prepared = self.request.prepared
         prepared.steps += 1
-        prepared.has_compared |= len(self.request.microbatches) > 1  # one says nothing of two
 
     def run_backward(self) -> None:
         """Run all backwards, after roots were added to the runs."""
@@ -110,6 +106,12 @@ class Step:
                 self._model.check()
             self._runner.run("gpipe", "B")
             self._check_results()
+        self._has_compared()
+
+    def _has_compared(self) -> None:
+        """Note that first steps have been looked at: one micro-batch says nothing of two."""
+        differentiable = self.state.context.graphs.differentiable
+        self.request.prepared.has_compared |= differentiable and len(self.request.microbatches) > 1
 
     def _check_backwards(self, option: ScheduleOption) -> None:
         """Check that the forwards bear the order of the backwards, or have the first step look."""

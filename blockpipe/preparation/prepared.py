@@ -135,7 +135,7 @@ class Prepared:
     written: frozenset[str] = frozenset()  # names of tensors that later steps were seen to write
     steps: int = 0  # how many have run with it
     knows_backwards: bool = False  # whether lanes have run all of a step of several micro-batches
-    has_compared: bool = False  # whether a step of several has been compared as first ones are
+    has_compared: bool = False  # whether a whole step of several was compared as first ones are
     step_sizes: StepSizes = field(default_factory=StepSizes)  # of the pipeline
     microbatches: int = 0  # in the last of them
     choices: dict[int, ScheduleChoice] = field(default_factory=dict)  # of "auto", by micro-batches

@@ -1,5 +1,6 @@
-"""A first batch of one sample: it says nothing of what two micro-batches do to each other."""
+"""First calls that say nothing of what the backwards of two micro-batches do to each other."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -58,17 +59,41 @@ class Carried(nn.Module):
             return self.c(self.q(x))
 
 
-@pytest.mark.parametrize("first", [1, 8])
+def _one_sample(pipe: bp.Pipeline) -> None:
+    for _ in range(2):
+        pipe.forward_backward(X[:1], target=X[:1], loss_fn=mse_loss)
+
+
+def _output_alone(pipe: bp.Pipeline) -> None:
+    assert pipe(X).shape == (8, 4)
+
+
+def _without_gradients(pipe: bp.Pipeline) -> None:
+    with torch.no_grad():
+        pipe(X)
+
+
+def _refused_backward(pipe: bp.Pipeline) -> None:
+    with pytest.raises(StateError):
+        pipe(X).sum().backward()
+
+
+def _nothing(pipe: bp.Pipeline) -> None:
+    """The step is the first call."""
+
+
+BEFORE = [_nothing, _one_sample, _output_alone, _without_gradients, _refused_backward]
+
+
+@pytest.mark.parametrize("before", BEFORE)
 @pytest.mark.parametrize(
     ("kind", "options"), [(Clipped, {}), (Carried, {"checkpoint": "except_last"})]
 )
 def test_the_first_step_of_several_micro_batches_is_compared(
-    kind: type[nn.Module], options: dict[str, Any], first: int
+    kind: type[nn.Module], options: dict[str, Any], before: Callable[[bp.Pipeline], None]
 ) -> None:
-    """After a first batch of one sample, nothing was compared any more."""
+    """After a first batch of one sample, or a call without a backward, nothing was any more."""
     pipe = bp.Pipeline(kind(), devices=stages(2), chunks=4, schedule="gpipe", **options)
-    if first == 1:
-        pipe.forward_backward(X[:1], target=X[:1], loss_fn=mse_loss)
-        pipe.forward_backward(X[:1], target=X[:1], loss_fn=mse_loss)
+    before(pipe)
     with pytest.raises(StateError, match=r"by \.data|when it was recomputed"):
         pipe.forward_backward(X, target=X, loss_fn=mse_loss)
