@@ -216,7 +216,7 @@ def _is_a_value(value: Any) -> bool:
     """Whether an object is what it stands for: fractions, dates, dtypes, numpy's numbers."""
     try:
         hash(value)
-    except TypeError:
+    except (TypeError, ValueError):  # of a memoryview of what may be written
         return False
     return True
 

@@ -80,3 +80,10 @@ def test_what_contains_itself_has_a_content() -> None:
     values: list[Any] = [1]
     values.append(values)
     assert Contents(None).of(values) == Contents(None).of(values)
+
+
+def test_a_view_of_memory_that_may_be_written_is_itself() -> None:
+    """It has a hash that raises another error than others do."""
+    one, other = memoryview(bytearray(2)), memoryview(bytearray(2))
+    assert Contents(None).of(one) == Contents(None).of(one)
+    assert Contents(None).of(one) != Contents(None).of(other)
