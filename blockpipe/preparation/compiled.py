@@ -60,20 +60,14 @@ class CompiledModules:
     ) -> Callable[..., Any] | None:
         if not any(True for _ in module.parameters()):
             return None  # an activation, a dropout: checking a compiled call would cost as much
-        if self._options is not None and self._has_hooks_inside(path, module):
-            return None
         if self._options is not None:
+            if _has_hooks_inside(module):
+                self._hooked.append(path)
+                return None
             forward = self._compiled(path, module, forward)
         if self._cuda_graphs:
             forward = self.graphs[path] = CapturedGraphs(module, forward, self.captures)
         return forward
-
-    def _has_hooks_inside(self, path: str, module: nn.Module) -> bool:
-        """Whether a module inside of one has hooks. torch compiles them in, and does not ask again
-        whose they are: like modules, which share code, would run those of the first one."""
-        found = any(has_hooks(inner) for inner in module.modules() if inner is not module)
-        self._hooked += [path] if found else []
-        return found
 
     def _compiled(
         self, path: str, module: nn.Module, forward: Callable[..., Any]
@@ -133,6 +127,12 @@ class CompiledModules:
             self._is_first = self._is_first and keeps_graphs
         finally:
             captures.phase = "off"
+
+
+def _has_hooks_inside(module: nn.Module) -> bool:
+    """Whether a module inside of one has hooks. torch compiles them in, and does not ask again
+    whose they are: like modules, which share code, would run those of the first one."""
+    return any(has_hooks(inner) for inner in module.modules() if inner is not module)
 
 
 def _kind(module: nn.Module, forward: Callable[..., Any]) -> Any:

@@ -366,7 +366,7 @@ def _members_of(value: Any) -> Iterable[Any]:
 def shares_memory(function: Any) -> bool:
     """Return whether a function makes a tensor that has the memory of an array, which autograd may
     save."""
-    return torch.is_grad_enabled() and any(function is one for one in _SHARE_MEMORY)
+    return torch.is_grad_enabled() and is_one_of(function, _SHARE_MEMORY)
 
 
 def is_looked_into(function: Any) -> bool:

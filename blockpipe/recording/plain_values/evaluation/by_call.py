@@ -114,7 +114,7 @@ def set_by_call(node: ast.expr, frame: Frame) -> Iterator[_Set]:
     yield from places_of(added_to(node, frame))
     if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == _SETS_SUBMODULE:
         yield from (_set(*place) for place in [*along_path(node, frame)][-1:])
-    if isinstance(node, ast.Call) and not any(frame.evaluated(node.func) is one for one in ASKS):
+    if isinstance(node, ast.Call) and not is_one_of(frame.evaluated(node.func), ASKS):
         for function, args in _called_by(node, frame):
             yield from (_set(owner, name) for owner, name in set_by(function, args))
 

@@ -15,7 +15,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .members import ALL, UNKNOWN, Names, attribute_in, member_of
+from .members import ALL, UNKNOWN, Names, attribute_in, is_one_of, member_of
 
 _OF_ATTRIBUTES = (getattr, object.__getattribute__, inspect.getattr_static)
 _READERS = (*_OF_ATTRIBUTES, operator.getitem)
@@ -33,14 +33,14 @@ def is_getter(function: Any) -> bool:
     """Return whether a function reads attributes or entries by their names."""
     if type(function) is functools.partial:
         return is_getter(function.func)
-    return type(function) is operator.attrgetter or any(function is one for one in _READERS)
+    return type(function) is operator.attrgetter or is_one_of(function, _READERS)
 
 
 def is_setter(function: Any) -> bool:
     """Return whether a function sets attributes by their names."""
     if type(function) is functools.partial:
         return is_setter(function.func)
-    return any(function is one for one in _SETTERS)
+    return is_one_of(function, _SETTERS)
 
 
 def set_by(function: Any, args: list[Any]) -> Iterator[Place]:
@@ -53,7 +53,7 @@ def set_by(function: Any, args: list[Any]) -> Iterator[Place]:
 
 def hands_on(function: Any) -> bool:
     """Return whether a function calls what it is given with the members of the rest."""
-    return any(function is one for one in _HAND_ON)
+    return is_one_of(function, _HAND_ON)
 
 
 def asked_of(function: Any, args: list[Any]) -> Iterator[Place]:
@@ -63,7 +63,7 @@ def asked_of(function: Any, args: list[Any]) -> Iterator[Place]:
     elif type(function) is operator.attrgetter:
         for path in function.__reduce__()[1]:
             yield from _along(args[0], path.split("."))
-    elif any(function is one for one in _OF_ATTRIBUTES):
+    elif is_one_of(function, _OF_ATTRIBUTES):
         yield from _along(args[0], args[1:2])
     elif function is operator.getitem:
         owner, key = args
@@ -98,13 +98,13 @@ def _fields(text: Any) -> list[tuple[str, str]]:
 
 def gives_known(function: Any) -> bool:
     """Return whether :func:`found_by` may tell what a call of a function gives."""
-    is_maker = any(function is one for one in _MAKERS)
+    is_maker = is_one_of(function, _MAKERS)
     return is_maker or function is functools.reduce or is_getter(function)
 
 
 def found_by(function: Any, args: list[Any]) -> Any:
     """Return the getter that a call makes, or what a call of one finds; ``UNKNOWN`` for others."""
-    if any(function is one for one in _MAKERS):
+    if is_one_of(function, _MAKERS):
         is_known = all(type(arg) is str for arg in args)
         is_known = is_known or is_getter(args[0]) or is_setter(args[0])
         return function(*args) if args and is_known else UNKNOWN
