@@ -135,9 +135,7 @@ def test_a_refresh_by_a_count_is_refused_where_another_stage_reads(way: Refresh,
         pipe.forward_backward(x, target=x, loss_fn=mse_loss)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_a_refresh_by_a_count_is_fine_for_the_own_stage(way: Refresh) -> None:
-    net = Net(way, "own")
+def _assert_runs_as_plain(net: nn.Module) -> None:
     plain = copy.deepcopy(net).to(DEVICE)
     pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule="gpipe")
     for _ in range(3):
@@ -146,6 +144,11 @@ def test_a_refresh_by_a_count_is_fine_for_the_own_stage(way: Refresh) -> None:
         loss = pipe.forward_backward(x, target=x, loss_fn=mse_loss).loss
         assert_close(loss, plain_step(plain, (there,), {}, there, mse_loss, 4))
         assert_same_gradients(net, plain)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_refresh_by_a_count_is_fine_for_the_own_stage(way: Refresh) -> None:
+    _assert_runs_as_plain(Net(way, "own"))
 
 
 def test_a_gradient_that_a_branch_scales_on_another_stage_is_refused() -> None:
@@ -210,15 +213,7 @@ def test_an_option_that_the_caller_leaves_out_or_fixes_is_no_question_of_data(
     use: Callable[[Scales, Tensor], Tensor],
 ) -> None:
     """A forward that never reads was refused for the branch behind its option."""
-    net = Scales(use)
-    plain = copy.deepcopy(net).to(DEVICE)
-    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule="gpipe")
-    for _ in range(3):
-        x = torch.randn(8, 4)
-        there = x.to(DEVICE)
-        loss = pipe.forward_backward(x, target=x, loss_fn=mse_loss).loss
-        assert_close(loss, plain_step(plain, (there,), {}, there, mse_loss, 4))
-        assert_same_gradients(net, plain)
+    _assert_runs_as_plain(Scales(use))
 
 
 def _from_a_list(net: Scales, h: Tensor) -> Tensor:
