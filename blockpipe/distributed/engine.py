@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torchs
 
@@ -22,6 +22,7 @@ from .microbatches.calls import StageCalls
 from .microbatches.engine_stage import StageObserver
 from .microbatches.generator_states import size_of_states
 from .microbatches.hooked_steps import hooked_steps
+from .microbatches.out_of_reach import OutOfReach
 from .microbatches.streams import handed_on
 from .rank_failures.progress import ProcessProgress
 from .rank_failures.watched_stage import WatchedStage
@@ -253,6 +254,7 @@ class Engine:
         group: the processes; ``None`` takes all of them.
         loss_fn: as for :func:`build_schedule`.
         progress: where the stages note what they do.
+        homes: this process's stages of the sample's forward, whose values it has.
 
     Attributes:
         number: the same in all processes, for engines that have run together; 0 before that.
@@ -266,6 +268,7 @@ class Engine:
         group: dist.ProcessGroup | None,
         loss_fn: Callable[[tuple[Tensor, ...], Any], Tensor],
         progress: ProcessProgress,
+        homes: Iterable[nn.Module],
     ) -> None:
         self.number = 0
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -274,6 +277,7 @@ class Engine:
         count, device = len(where), cut.device
         self._device = device
         self.modules = {k: cut.module(k) for k in own}
+        self._elsewhere = OutOfReach(cut.model, [*self.modules.values(), *homes])
         self.sources = cut.sources
         for module in self.modules.values():
             module.sources = cut.sources
@@ -365,7 +369,6 @@ class Engine:
         for stage in self._stages:
             stage.first, stage.observer, stage.sums = first, observer, calls.sums
         given = {"arg_mbs": inputs, "target_mbs": targets if self.has_last else None}
-        if backward:
-            self._schedule.step(**given, return_outputs=False)
-        else:
-            self._schedule.eval(**given, return_outputs=False)
+        run = self._schedule.step if backward else self._schedule.eval
+        with self._elsewhere.during():
+            run(**given, return_outputs=False)

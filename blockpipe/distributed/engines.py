@@ -125,9 +125,9 @@ class Engines:
                 )
             check_memory(self._model, cut.recording, ranks)
             self._check_homes(cut)
-            self._engines[key] = Engine(
-                cut, name, len(part), self._group, self._loss_fn, self._progress
-            )
+            how = self._group, self._loss_fn, self._progress
+            homes = [self.first.module(stage) for stage in self.places.own]
+            self._engines[key] = Engine(cut, name, len(part), *how, homes)
         beside = key[0], *self._beside.known(loss_fn)
         if beside[1] is not None and beside not in self._checked:
             assert loss_fn is not None

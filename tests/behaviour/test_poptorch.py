@@ -14,7 +14,7 @@ from blockpipe.compat import poptorch
 from blockpipe.compat.poptorch.outputs import chosen
 from blockpipe.errors import PlanError, UsageError
 
-from ..parity import plain_step
+from ..parity import assert_same_gradients, plain_step
 from ..stage_devices import assert_close, equal, host, is_simulated
 from .poptorch_models import Network, Scripted, WithLoss, accumulating, batch, two_parts, two_stages
 
@@ -197,6 +197,28 @@ def test_identity_loss_reduces() -> None:
     for reduction in ("none", "max"):
         with pytest.raises(UsageError, match=rf"got '{reduction}' for a loss of shape \(2,\)"):
             poptorch.identity_loss(x, reduction)
+
+
+@pytest.mark.parametrize("is_sum", [True, False], ids=["their sum", "no sum"])
+def test_of_several_marked_losses_the_one_of_the_others_is_trained(is_sum: bool) -> None:
+    """Without one PopTorch refuses the model; the last one was trained alone."""
+
+    def script(net: Scripted, x: Tensor) -> Any:
+        out = net.layers[0](x)
+        one, other = (poptorch.identity_loss(f(out), "mean") for f in (torch.square, torch.abs))
+        total = poptorch.identity_loss(one + other, "none")
+        return (total, one, other) if is_sum else (one, other)
+
+    net, x = Scripted(script), torch.randn(4, 4)
+    plain = copy.deepcopy(net)
+    training = poptorch.trainingModel(net, accumulating(2))
+    if is_sum:
+        training(x)
+        plain_step(plain, (x,), {}, None, lambda found: found[0], 2)
+        assert_same_gradients(net, plain)
+    else:
+        with pytest.raises(UsageError, match="one final loss .* got 2 of which none"):
+            training(x)
 
 
 # --- which results come back

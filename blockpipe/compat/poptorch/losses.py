@@ -1,5 +1,6 @@
 """The loss of a training call: how a model marks it, and what a call returns of it."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -45,14 +46,40 @@ def identity_loss(x: Tensor, reduction: str) -> Tensor:
 
 
 def loss_of(output: Any) -> Any:
-    """Return the loss that a model's output marks by :func:`identity_loss`, or its own one."""
-    marked = None
+    """Return the loss that a model's output marks by :func:`identity_loss`, or its own one.
+
+    Raises:
+        UsageError: it has several that are marked, and none of them is computed from the others.
+    """
+    marked: dict[int, Tensor] = {}
     for member in output if type(output) is tuple else (output,):
         # Each micro-batch asks: most members are tensors, and need no search.
         for tensor in (member,) if isinstance(member, Tensor) else tensors(member):
             if getattr(tensor, _IS_LOSS, False):
-                marked = tensor
-    return own_loss(output) if marked is None else marked
+                marked[id(tensor)] = tensor
+    if not marked:
+        return own_loss(output)
+    final = [one for one in marked.values() if _is_computed_from(one, marked.values())]
+    if len(final) != 1:
+        raise UsageError(
+            "expected one final loss among those that identity_loss marks and the forward returns, "
+            f"got {len(marked)} of which none is computed from the others ({users_line()}); add "
+            "them up, and mark the sum"
+        )
+    return final[0]
+
+
+def _is_computed_from(loss: Tensor, others: Iterable[Tensor]) -> bool:
+    """Return whether all of some tensors, or the loss itself, lie on the way to a loss."""
+    wanted = {tensor.grad_fn for tensor in others if tensor is not loss}
+    seen: set[object] = set()
+    left = [loss.grad_fn] if wanted else []
+    while left and not wanted <= seen:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [inner for inner, _ in node.next_functions]
+    return wanted <= seen
 
 
 class CallLoss(StepLoss):

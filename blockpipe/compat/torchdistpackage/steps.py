@@ -59,9 +59,10 @@ def forward_backward(
         fwd_fn: a micro-batch's forward. It is called with the tensor, or with a list if there are
             several: the output of the stage before, then the stage's own inputs. The last stage
             returns the loss, one element. The modules that it uses are found among its variables.
-        bwd_fn: ``(output, gradient)``, which runs a backward of the output; for the loss the
-            gradient is ``None``. What it leaves as the output's gradient is handed on, so that it
-            may scale. ``None``: the usual backward.
+        bwd_fn: ``(output, gradient)``, which runs a backward of the output of ``fwd_fn``; for the
+            loss, which it is called for alone unless under :func:`launch`, the gradient is
+            ``None``. What it leaves as the output's gradient is handed on, so that it may scale.
+            ``None``: the usual backward.
         inputs: the batch, as a tensor or several; each is split on dim 0. Under :func:`launch`
             those of this rank, and none for a stage that has only the output of the one before.
         num_microbatches: the number of parts; a batch that does not divide makes uneven ones.

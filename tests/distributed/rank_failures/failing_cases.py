@@ -47,6 +47,34 @@ def raises(rank: int, ranks: int) -> None:
         raise AssertionError("it went on")
 
 
+class _ReadsLater(nn.Linear):
+    """Comes to read a weight of another process, to which a list leads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        self.calls += 1
+        return h * self.others[0].square().mean() if self.calls > 4 else h
+
+
+def reads_what_another_process_has(rank: int, ranks: int) -> None:
+    """It would have the value of the beginning, and give no gradient."""
+    net = nn.Sequential(nn.Linear(6, 6), _ReadsLater(6, 6))
+    net[1].others, net[1].calls = [net[0].weight], 0
+    x = torch.randn(8, 6)
+    pipe = DistributedPipeline(bp.begin_blocks(net, {"1": 1}), sample=x, chunks=4)
+    pipe.forward_backward(x, loss_fn=torch.sum)
+    try:
+        pipe.forward_backward(x, loss_fn=torch.sum)
+    except bp.BlockpipeError as error:
+        said = "code that reads '0.weight', whose value is in another process"
+        assert said in str(error), str(error)
+        assert "failing_cases.py" in str(error), str(error)
+    else:
+        raise AssertionError("it went on")
+    assert type(net[0].weight) is nn.Parameter
+    assert torch.isfinite(net[0].weight.sum())
+
+
 class _FailsBackwards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

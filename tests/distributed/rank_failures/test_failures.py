@@ -16,7 +16,9 @@ pytestmark = [
 NEVER = 1800  # seconds: the patience of torch's own connections, which nobody should need
 
 
-@pytest.mark.parametrize("case", ["raises", "raises_in_a_backward"])
+@pytest.mark.parametrize(
+    "case", ["raises", "raises_in_a_backward", "reads_what_another_process_has"]
+)
 def test_a_process_that_raises_is_quoted_by_the_others(case: str) -> None:
     """With its traceback, stage and micro-batch."""
     ranks.check(ranks.run_cases(failing_cases.__name__, [case], 2, patience=NEVER))
