@@ -8,6 +8,7 @@ one may be over already, so that a running mean would take another course, witho
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -17,7 +18,6 @@ from ..._common.threads.thread_state import ours
 from ..._torch.modules import buffers_of
 from ..._torch.tensors import memory_of, version_of
 from ...costs.meter import Meter
-from ...crossing.tags import ParameterHome
 from ...errors import StateError
 from ...preparation.prepared import Prepared
 from ...schedules.schedule import Action, Schedule
@@ -88,9 +88,17 @@ class BackwardWrites:
                 )
 
 
+class _Read(NamedTuple):
+    """A tensor that forwards read, with the lanes of those."""
+
+    name: str
+    tensor: Tensor
+    lanes: set[int]
+
+
 class ParameterWrites:
-    """Looks at code beside the forward that may write to parameters: a loss, when it is computed
-    for the first time, and hooks and custom functions in the first backwards.
+    """Looks at code beside the forward that may write to what forwards read: a loss, when it is
+    computed for the first time, and hooks and custom functions in the first backwards.
 
     Autograd notices where it has saved the parameter, and not if it is written by ``.data``. In the
     plain loop the backwards of earlier micro-batches have read the parameter by then, and the
@@ -102,11 +110,20 @@ class ParameterWrites:
     """
 
     def __init__(self, prepared: Prepared, schedule: Schedule | None) -> None:
-        homes = [] if schedule is None else prepared.homes.values()
-        self._homes = {memory_of(home.tensor): home for home in homes}
         self._lane_of_hop = prepared.lane_of_hop
+        reads = [] if schedule is None else [*self._reads(prepared)]
+        self._read = {memory_of(read.tensor): read for read in reads}
         self.late = set[Action]() if schedule is None else late_actions(schedule)
         self._late_hops = {action.hop for action in self.late}
+
+    def _reads(self, prepared: Prepared) -> Iterator[_Read]:
+        for outside in prepared.recording.outside:
+            tensor = outside.tensor and outside.tensor()
+            if tensor is not None:
+                lanes = {self._lane_of_hop[hop] for hop in outside.hops}
+                yield _Read(outside.name, tensor, lanes)
+        for home in prepared.homes.values():
+            yield _Read(repr(home.name), home.tensor, {self._lane_of_hop[home.hop]})
 
     @contextmanager
     def checked(self, what: str, hop: int, *, is_late: bool | None = None) -> Iterator[Meter]:
@@ -119,26 +136,26 @@ class ParameterWrites:
                 any has in the step.
 
         Raises:
-            StateError: it wrote to a parameter, or to a buffer unseen, and others read that.
+            StateError: it wrote to a parameter, or to another tensor unseen, and others read that.
         """
         is_late = hop in self._late_hops if is_late is None else is_late
-        lane, written = self._lane_of_hop[hop], list[tuple[ParameterHome, int, str]]()
+        lane, written = self._lane_of_hop[hop], list[tuple[_Read, int, str]]()
 
         def writing(tensors: Iterable[Tensor]) -> None:
             for tensor in tensors:
-                home = self._homes.get(memory_of(tensor))
-                if home is not None and (is_late or self._lane_of_hop[home.hop] != lane):
-                    written.append((home, version_of(home.tensor), users_line()))
+                read = self._read.get(memory_of(tensor))
+                if read is not None and (is_late or read.lanes != {lane}):
+                    written.append((read, version_of(read.tensor), users_line()))
 
         with Meter(None, writing=writing) as meter:
             yield meter
         with ours():
-            for home, version, where in written:
-                # Of counted writes to buffers the versions tell.
-                is_seen = version_of(home.tensor) != version
-                if not is_seen or isinstance(home.tensor, nn.Parameter):
+            for read, version, where in written:
+                # Of counted writes to others than parameters the versions tell.
+                is_seen = version_of(read.tensor) != version
+                if not is_seen or isinstance(read.tensor, nn.Parameter):
                     raise StateError(
-                        f"{what} writes to {home.name!r} ({where}), and others read it: "
+                        f"{what} writes to {read.name} ({where}), and others read it: "
                         "backwards of earlier micro-batches, or forwards of later ones, which "
                         "come in another order in the plain loop; write it between steps, or use "
                         "schedule='sequential'"

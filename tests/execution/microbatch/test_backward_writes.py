@@ -189,6 +189,42 @@ def test_a_hook_that_writes_to_a_weight_is_refused_where_others_read_it(
         pipe.forward_backward(torch.randn(8, 4), loss_fn=square)
 
 
+class ScaledPair(Pair):
+    """Its first stage scales by a tensor that no module registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [torch.ones(())]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.kept[0])
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "sequential"])
+@pytest.mark.parametrize("write", [_by_data, _counted])
+def test_a_hook_that_writes_to_a_tensor_outside_is_refused_where_others_read_it(
+    write: Callable[[Tensor], None], schedule: str
+) -> None:
+    """By ``.data``, too, which nothing counts: forwards of later micro-batches had read it."""
+    net, x = ScaledPair(), torch.randn(8, 4)
+
+    def hook(module: nn.Module, _: object, __: object) -> None:
+        write(module.kept[0])
+
+    net.a.kept = net.kept
+    net.a.register_full_backward_hook(hook)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule=schedule)
+    if schedule != "sequential":
+        with pytest.raises(StateError, match="that no module registered"):
+            pipe.forward_backward(x, loss_fn=square)
+        return
+    plain = copy.deepcopy(net).to(DEVICE)
+    pipe.forward_backward(x, loss_fn=square)
+    plain_step(plain, (x,), {}, None, square, 4)
+    assert_same_gradients(net, plain)
+
+
 class Recurrent(nn.Module):
     """Its first stage carries a hidden state, which begins with zeros."""
 
