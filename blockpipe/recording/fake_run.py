@@ -36,7 +36,7 @@ from ..restoring.model_state import ModelState
 from ..restoring.restored_thread import leaves_intact, modes_around
 from ..restoring.writes_undone import RealWritesUndone
 from ..stages.plan import StagePlan
-from .held_output import HeldOutput, users_listeners
+from .held_output import HeldOutput, UsersListeners
 from .plain_values.still_code import hooks_in
 from .plan_resolution import planned_by
 from .recording import Recording
@@ -302,7 +302,7 @@ def _with_fakes(
         stack.callback(mode.empty_caches, state.caches)  # also if it is to be run for real now
         # What is beside is restored last: while the forward ran, the state of the model may have
         # come upon it too.
-        for each in (ModelState(values=False, others=users_listeners()), modes, state):
+        for each in (UsersListeners(), modes, state):
             stack.enter_context(each)
             request.undone.callback(each.restore_again)
         stack.enter_context(preserve_rng(every_source()))

@@ -5,7 +5,7 @@ The streams, the handlers and the warnings are the process's, so what other thre
 it went. So does what a library says: it may say that only once, and the step would not repeat it.
 If it says so in a function with a cache, as ``logger.warning_once`` does, the line is kept as well,
 and the cache forgets that call. A handler of a class of the user's gets its records, because the
-forward may read what it keeps; what it keeps is put back (:func:`users_listeners`), and what a
+forward may read what it keeps; what it keeps is put back (:class:`UsersListeners`), and what a
 filter of the user's counts.
 """
 
@@ -22,6 +22,7 @@ from typing import Any
 
 from .._common.libraries import is_users
 from ..restoring.holders import CacheHolder
+from ..restoring.model_state import ModelState
 
 _OWN = f"{__name__.partition('.')[0]}."
 _STREAMS = ("stdout", "stderr")
@@ -181,8 +182,40 @@ def _cached_around(frame: FrameType | None) -> Iterator[Any]:
         frame = frame.f_back
 
 
-def users_listeners() -> Iterator[Any]:
-    """Yield the handlers and filters of all loggers that are the user's."""
+class UsersListeners:
+    """The handlers and filters of all loggers that are the user's. The end of a block puts back
+    what they keep, unless nobody but threads of before has logged: what those say is theirs."""
+
+    def __init__(self) -> None:
+        self._state = ModelState(values=False, others=_users_listeners())
+        self._has_logged = False
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        others = {thread.ident for thread in threading.enumerate()} - {me}
+        self._made: Any = logging.getLogRecordFactory()
+
+        def make(*args: Any, **kwargs: Any) -> logging.LogRecord:
+            self._has_logged |= threading.get_ident() not in others
+            record: logging.LogRecord = self._made(*args, **kwargs)
+            return record
+
+        self._makes = make
+        logging.setLogRecordFactory(make)
+        self._state.__enter__()
+
+    def __exit__(self, *failure: object) -> None:
+        if logging.getLogRecordFactory() is self._makes:
+            logging.setLogRecordFactory(self._made)
+        self.restore_again()
+
+    def restore_again(self) -> None:
+        """Put it back once more, as :meth:`ModelState.restore_again` does."""
+        if self._has_logged:
+            self._state.restore_again()
+
+
+def _users_listeners() -> Iterator[Any]:
     for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
         for told in (*getattr(logger, "handlers", ()), *getattr(logger, "filters", ())):
             if is_users(getattr(told, "__module__", logging.__name__)):

@@ -34,7 +34,7 @@ from ..restoring.restored_thread import leaves_intact, modes_around
 from ..restoring.writes_undone import WritesUndone
 from ..stages.plan import StagePlan
 from .fake_run import record_there
-from .held_output import HeldOutput, users_listeners
+from .held_output import HeldOutput, UsersListeners
 from .plain_values.still_code import hooks_in
 from .plan_resolution import planned_by
 from .recording import Recording
@@ -249,7 +249,7 @@ def run_for_real(request: RecordRequest, watch: Callable[[RecordRequest, list[Ho
     model, args, kwargs = request.model, [*request.args], {**request.kwargs}
     state = ModelState(model, values=True, others=[args, kwargs])  # iterators in them are lent
     modes = ModelState(values=False, others=modes_around())
-    handlers = ModelState(values=False, others=users_listeners())
+    handlers = UsersListeners()
     # What is beside comes last: while the forward ran, the state of the model may have come upon it
     # too.
     for each in (handlers, modes, state):

@@ -78,6 +78,32 @@ def test_log_records_come_once_for_each_micro_batch(real: bool) -> None:
     assert text.getvalue() == "here\n" * 4
 
 
+@pytest.mark.parametrize("real", [False, True])
+def test_what_another_thread_logs_during_a_recording_is_kept(real: bool) -> None:
+    """By a handler of the user's, too; it lost the records with what the recording had left."""
+    logger, keeps = logging.getLogger("of another thread"), Keeps()
+    logger.addHandler(keeps)
+    go, done = threading.Event(), threading.Event()
+
+    def logs() -> None:
+        assert go.wait(10)
+        logger.warning("there")
+        done.set()
+
+    def meanwhile() -> None:
+        go.set()
+        assert done.wait(10)
+
+    thread = threading.Thread(target=logs)
+    thread.start()
+    try:
+        bp.record(Says(meanwhile, real=real), torch.zeros(2, 4))
+    finally:
+        thread.join()
+        logger.removeHandler(keeps)
+    assert keeps.lines == ["there"]
+
+
 class Once(logging.Filter):
     """A filter that lets each message through once."""
 
@@ -207,14 +233,19 @@ def test_a_warning_that_a_library_gives_only_once_comes_once() -> None:
     assert [str(w.message) for w in found if "stack" in str(w.message)] == ["a shallow stack"]
 
 
+def _places() -> tuple[object, ...]:
+    streams = sys.stdout, sys.stderr, warnings.showwarning
+    return *streams, logging.Handler.handle, logging.getLogRecordFactory()
+
+
 def test_streams_are_those_of_before() -> None:
     """A recording puts its own in their place meanwhile, and takes them away if it fails, too."""
 
     def fail() -> None:
         raise ValueError("no")
 
-    before = sys.stdout, sys.stderr, warnings.showwarning, logging.Handler.handle
+    before = _places()
     for say in (fail, lambda: None):
         with contextlib.suppress(RecordingError):
             bp.record(Says(say), torch.zeros(2, 4))
-    assert (sys.stdout, sys.stderr, warnings.showwarning, logging.Handler.handle) == before
+    assert _places() == before

@@ -118,7 +118,7 @@ class ParameterWrites:
 
     def _reads(self, prepared: Prepared) -> Iterator[_Read]:
         for outside in prepared.recording.outside:
-            tensor = outside.tensor and outside.tensor()
+            tensor = None if outside.tensor is None else outside.tensor()
             if tensor is not None:
                 lanes = {self._lane_of_hop[hop] for hop in outside.hops}
                 yield _Read(outside.name, tensor, lanes)
