@@ -7,7 +7,7 @@ import dis
 import functools
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import resolve_name
 from typing import Any, NamedTuple
 
@@ -22,19 +22,29 @@ class _Import(NamedTuple):
 
 def imported_in(function: types.FunctionType) -> list[Any]:
     """Return what a function's import statements bind, as far as it has been imported by now."""
-    package, found = function.__globals__.get("__package__") or "", list[Any]()
+    found = list[Any]()
     for name, level, members in _imports_of(function.__code__):
-        try:
-            full = resolve_name("." * level + name, package)
-        except ImportError:  # it is in no package
-            continue
-        module = sys.modules.get(full)
+        module = module_named("." * level + name, function.__globals__)
         if module is not None:
+            full = module.__name__
             outer = sys.modules.get(full.partition(".")[0])
             inner = [sys.modules.get(f"{full}.{member}") for member in members]
             held = [vars(module)[member] for member in members if member in vars(module)]
             found += [one for one in (module, outer, *inner, *held) if one is not None]
     return found
+
+
+def module_named(name: str, names: Mapping[str, Any]) -> types.ModuleType | None:
+    """Return the module that an import statement means, if it is loaded.
+
+    Args:
+        name: its name, with the dots before it.
+        names: the globals of the code that the statement is in.
+    """
+    try:
+        return sys.modules.get(resolve_name(name, names.get("__package__") or ""))
+    except ImportError:  # it is in no package
+        return None
 
 
 @functools.lru_cache(10_000)

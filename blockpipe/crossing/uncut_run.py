@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._common.callsite import users_line
@@ -105,6 +105,10 @@ class UncutRun(MicrobatchRun):
 
     def is_sealed(self, hops: frozenset[int]) -> bool:
         return self.cursor.stage in {self.step.route[hop] for hop in hops}
+
+    def add_root(self, hop: int, edge: GradientEdge, gradient: Tensor | None) -> None:
+        # The route may be longer than the recorded one, whose last hop's backward comes first.
+        super().add_root(min(hop, len(self.step.route) - 1), edge, gradient)
 
     # --- what may be read here
 

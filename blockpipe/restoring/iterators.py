@@ -1,9 +1,10 @@
-"""Copies of the iterators that a forward advances: a recording uses them, because no iterator can
-be set back.
+"""Copies of the iterators that a forward advances, and of contexts: a recording uses them, because
+neither can be set back.
 
 A copy shares nothing that advances with its original, neither the iterators that it reads from nor
 the values that it has stored. A generator cannot be copied, so its stand-in raises an error as soon
-as it is advanced, and the generator stays where it was.
+as it is advanced, and the generator stays where it was. A context, whose variables nobody can take
+away again, is copied as well.
 """
 
 import functools
@@ -11,6 +12,7 @@ import io
 import types
 import warnings
 from collections.abc import Iterator
+from contextvars import Context
 from typing import Any, NoReturn
 
 from .._common.callsite import users_line
@@ -87,6 +89,8 @@ class StandIns:
             return functools.partial(function, *args, **value.keywords)
         if (iterator := bound_iterator(value)) is not None:
             return getattr(self.of(iterator, key, owner), value.__name__)
+        if isinstance(value, Context):
+            return self._made.setdefault(id(value), value.copy())
         if not is_iterator(value):
             return value
         if id(value) not in self._made:

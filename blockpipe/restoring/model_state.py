@@ -3,9 +3,10 @@
 A forward counts, caches and draws. A recording must leave no trace of that, and no fake tensor that
 the next real call would read. The state is found by a walk over attributes and slots of the user's
 objects, of their classes and of tensors, nested containers, closures of functions and the globals
-that they read, random generators, and arrays. Only changed values are written back, and by the
-methods of the built-in classes, because a subclass may refuse its own (a frozen dictionary) or do
-more in them. Iterators cannot be set back, so the forward gets copies of them.
+that they read, context variables, random generators, and arrays. Only changed values are written
+back, and by the methods of the built-in classes, because a subclass may refuse its own (a frozen
+dictionary) or do more in them. Iterators and contexts cannot be set back, so the forward gets
+copies of them.
 """
 
 import functools
@@ -17,6 +18,7 @@ from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from contextvars import Context, ContextVar
 from typing import Any
 
 import torch
@@ -56,6 +58,11 @@ _PLAIN = (
 )
 
 
+_NOTHING: dict[str, object] = {}
+_SHOWS = (
+    types.MappingProxyType,
+    *(type(_NOTHING.keys()), type(_NOTHING.values()), type(_NOTHING.items())),
+)
 _SIZED = (dict, list, deque, set, tuple, frozenset)
 
 
@@ -191,6 +198,13 @@ class ModelState:
             self.caches.append(value)
             its_own = is_users(getattr(value, "__module__", None))
             return self._hold(CacheHolder(value, restores=its_own))
+        if isinstance(value, ContextVar):
+            return (value.get(None),)
+        if isinstance(value, _SHOWS):
+            return gc.get_referents(value)  # the dictionary
+        if isinstance(value, Context):
+            self._has_iterators = True  # it is lent as they are
+            return [*value.values()]
         if is_iterator(value):
             self._has_iterators = True
             # A generator is not advanced, so the objects that it holds do not change.

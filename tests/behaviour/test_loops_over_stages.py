@@ -1,5 +1,6 @@
 """Loops that go from stage to stage: an iterator looks into its container when it goes on."""
 
+import copy
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,8 @@ from torch.nn.functional import mse_loss
 import blockpipe as bp
 from blockpipe.errors import StateError
 
-from ..parity import plain_step
+from ..alike import DEVICE
+from ..parity import assert_same_gradients, plain_step
 from ..stage_devices import assert_close, stages
 
 X = torch.arange(32.0).view(8, 4) / 32
@@ -154,3 +156,35 @@ def test_a_list_of_what_a_loop_took_before_is_the_micro_batchs_own(name: str) ->
     expected = plain_step(OnOneStage(RUNS[name], 0.9), (X,), {}, X, mse_loss, 4)
     torch.manual_seed(0)
     assert_close(_step(OnOneStage(RUNS[name], 0.9)), expected)
+
+
+class Halts(nn.Module):
+    """Goes over both stages as often as the data ask for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.limit = nn.Linear(4, 4), nn.Linear(4, 4), torch.tensor(100.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for turn in range(4):
+            with bp.Block(stage=0):
+                x = self.a(x).tanh()
+            with bp.Block(stage=1):
+                x = self.b(x)
+            if turn and x.detach().abs().max().item() < self.limit.item():
+                break
+        return x
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_route_that_is_longer_than_the_recorded_one_has_gradients(checkpoint: str) -> None:
+    """Attack 40: uncut, it had none at all."""
+    net = Halts()
+    plain = copy.deepcopy(net).to(DEVICE)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule="uncut", checkpoint=checkpoint)
+    for limit in (100.0, 0.0, 0.0, 100.0):
+        net.limit, plain.limit = torch.tensor(limit), torch.tensor(limit)
+        loss = pipe.forward_backward(X, target=X, loss_fn=mse_loss).loss
+        there = X.to(DEVICE)
+        assert_close(loss, plain_step(plain, (there,), {}, there, mse_loss, 4))
+        assert_same_gradients(net, plain)

@@ -108,6 +108,57 @@ def test_a_generator_that_several_stages_draw_from_is_refused(
         pipe.forward_backward(X, target=X, loss_fn=mse_loss)
 
 
+def _of_its_bits(net: Net, h: Tensor) -> Tensor:
+    return h * float(net.numpy.bit_generator.random_raw() % 7)
+
+
+def _of_more_bits(net: Net, h: Tensor) -> Tensor:
+    return h * float(net.same.random())
+
+
+def _spawns(net: Net, h: Tensor) -> Tensor:
+    return h * float(np.random.default_rng(net.seeds.spawn(1)[0]).random())
+
+
+def _seeded(net: Net, h: Tensor) -> Tensor:
+    return h * float(np.random.default_rng(net.seeds).random())
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "what"),
+    [
+        (_of_numpy, _of_more_bits, "a PCG64"),
+        (_of_numpy, _of_its_bits, "a Generator"),
+        (_spawns, _spawns, "a SeedSequence"),
+        (_seeded, _seeded, ""),
+    ],
+)
+def test_what_several_generators_of_numpy_draw_from_is_one_source(
+    first: Callable[..., Tensor], last: Callable[..., Tensor], what: str
+) -> None:
+    """Attack 40: each generator was looked at for itself, and a sequence of seeds not at all."""
+    net = Net(first, last)
+    net.same, net.seeds = np.random.Generator(net.numpy.bit_generator), np.random.SeedSequence(3)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    if not what:  # nothing advances it
+        assert pipe.forward_backward(X, target=X, loss_fn=mse_loss).loss.isfinite()
+        return
+    with pytest.raises(StateError, match=what):
+        pipe.forward_backward(X, target=X, loss_fn=mse_loss)
+
+
+def _now_and_then(net: Net, h: Tensor) -> Tensor:
+    if h.abs().max().item() > 1e9:
+        h = h * torch.rand(1, generator=net.torchs)
+    return h
+
+
+def test_a_generator_of_torch_that_a_branch_alone_draws_from_is_refused():
+    pipe = bp.Pipeline(Net(_of_torch, _now_and_then), devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match=r"a torch.Generator is drawn from.* on hops \[0, 1\]"):
+        pipe.forward_backward(X, target=X, loss_fn=mse_loss)
+
+
 def _seeds(net: Net, h: Tensor) -> Tensor:
     net.torchs.manual_seed(0)
     return h
@@ -306,7 +357,7 @@ def test_a_loss_that_draws_from_the_generator_of_another_stage_is_refused(stage:
 
     x, y = torch.randn(4, 4), torch.randn(4, 4)
     if stage == 0:
-        with pytest.raises(StateError, match="a torch.Generator on hops"):
+        with pytest.raises(StateError, match=r"a torch.Generator .*on hops"):
             pipe.forward_backward(x, target=y, loss_fn=loss)
     else:
         pipe.forward_backward(x, target=y, loss_fn=loss)

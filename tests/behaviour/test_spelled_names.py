@@ -3,6 +3,7 @@
 import copy
 import enum
 import re
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -118,6 +119,50 @@ def test_a_stage_may_read_its_own_by_any_spelling(read: Callable[[Spelled], floa
         pipe.forward_backward(X, target=X, loss_fn=mse_loss)
         plain_step(plain, (X.to(DEVICE),), {}, X.to(DEVICE), mse_loss, 4)
     assert_same_gradients(net, plain)
+
+
+class Base(nn.Module):
+    count = 0
+
+
+class ReadsBase(Base):
+    """Its first stage counts in its class, whose count the second one reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            Base.count += 1
+            h = self.a(x)
+        with bp.Block(stage=1):
+            return self.b(h) * super().count
+
+
+class Imports(ReadsBase):
+    """The same of a variable of a module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            sys.modules[__name__].COUNT += 1
+            h = self.a(x)
+        with bp.Block(stage=1):
+            from .test_spelled_names import COUNT
+
+            return self.b(h) * COUNT
+
+
+COUNT = 0
+
+
+@pytest.mark.parametrize(("kind", "name"), [(ReadsBase, "Base.count"), (Imports, "COUNT")])
+def test_what_super_or_an_import_in_a_function_reads_is_found(kind: Any, name: str) -> None:
+    """Attack 40: neither was seen."""
+    pipe = bp.Pipeline(kind(), devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match=name):
+        pipe.forward_backward(X, target=X, loss_fn=mse_loss)
+    assert Base.count == COUNT == 0
 
 
 class Around(nn.Module):

@@ -2,7 +2,6 @@
 
 import gc
 import threading
-import types
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch.nn import functional as F
 import blockpipe as bp
 from blockpipe.restoring import leaked_tensors
 
+from ..hiding import hidden
 from ..stage_devices import stages
 
 # Fakes of a device that torch was built for need no such device.
@@ -27,14 +27,14 @@ class Sees(nn.Module):
         self.register_buffer("shift", torch.ones(4))
 
     def forward(self, x):
-        shelf["seen"].append((x.device.type, self.layer.weight.device.type, self.shift.device.type))
+        shelf().append((x.device.type, self.layer.weight.device.type, self.shift.device.type))
         with bp.Block(1):
             return self.layer(x) + self.shift
 
 
 seen: list[tuple[str, str, str]] = []
 # A recording puts back what it finds by names; through this no walk comes.
-shelf = types.MappingProxyType({"seen": seen})
+shelf = hidden(seen)
 
 
 @pytest.mark.parametrize("where", ["cpu", "meta"])
@@ -57,11 +57,11 @@ def test_where_all_are_on_the_cpu_nothing_is_other_than_before():
 def test_stages_on_two_kinds_of_devices():
     """Each parameter is on a fake of its own stage's."""
     found = []
-    shelf = types.MappingProxyType({"found": found})  # as above
+    shelf = hidden(found)
 
     class Layer(nn.Linear):
         def forward(self, x):
-            shelf["found"].append((x.device.type, self.weight.device.type))
+            shelf().append((x.device.type, self.weight.device.type))
             return super().forward(x)
 
     net = bp.begin_blocks(nn.Sequential(Layer(4, 4), Layer(4, 4)), {"1": 1})

@@ -20,7 +20,7 @@ import os
 import types
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -338,7 +338,8 @@ class WatchedValues:
                 place.labels.add(found)
                 labels.append(found)
         if are_others:
-            self._values = self._reads.now()
+            with suppress(LookupError):  # another thread has removed a name meanwhile
+                self._values = self._reads.now()
         self._is_whole = is_whole
         return tuple(labels)
 

@@ -58,6 +58,7 @@ _SAMPLES = frozenset(["sample", "rsample"])
 _SETTERS = frozenset(["set_rng_state", "set_rng_state_all", "fork_rng", "set_state"])
 _SEEDS = frozenset(["manual_seed", "seed", "set_state", "set_offset", "graphsafe_set_state"])
 _ASKS_STATE = frozenset(["get_state", "get_offset", "graphsafe_get_state", "clone_state"])
+_MAY_DRAW = "draws"  # code that has not run
 _TOLD = _SEEDS | _ASKS_STATE | {"initial_seed"}
 _OF_USER = "give each stage, and each backward, a generator of its own"
 _OF_FORWARDS = "give each stage a generator of its own, or draw the numbers before the forward"
@@ -82,10 +83,12 @@ class DrawnNumbers:
         self._known: dict[object, SharedValue] = {}  # by a kind, or a generator's number
         self._draws_freely = False  # whether any code does not set torch's generator itself
 
-    def told(self, access: Access, frame: Frame, hop: int) -> None:
+    def told(self, access: Access, frame: Frame, hop: int, *, runs: bool) -> None:
         """Note that code in a forward seeds a generator of torch's that outlives it, or asks for
-        its state, neither of which an operation does."""
+        its state, neither of which an operation does; or names it, where it has not run."""
         node = access.node
+        if not runs and hop >= 0 and id(named := frame.evaluated(node)) in self._torchs:
+            self._told.append((generator_id(named), _MAY_DRAW, hop, frame.line))
         if hop < 0 or not isinstance(node, ast.Attribute) or node.attr not in _TOLD:
             return
         generator = frame.evaluated(node.value)
@@ -148,7 +151,8 @@ class DrawnNumbers:
         changes = seeded | generators.keys()
         for key, method, hop, line in self._told:
             # What nothing changes is the same in each forward: the seed, and the state if unused.
-            if key in (changes if method in _ASKS_STATE else seeded):
+            is_used = key in (changes if method in _ASKS_STATE else seeded)
+            if is_used or method == _MAY_DRAW:
                 use = generators.setdefault(key, GeneratorUse([], line))
                 use.hops = sorted({*use.hops, hop})
                 use.how = "drawn from, seeded or asked for its state"

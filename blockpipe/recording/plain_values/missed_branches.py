@@ -23,11 +23,12 @@ from .evaluation.sizes import Sizes
 from .evaluation.still_frames import STOPS, Given, StillFrame
 from .known_values import KnownValues
 from .open_questions import any_open
-from .still_code import called_at, frames_of
+from .still_code import called_at, frames_of, with_inner
 from .syntax.accesses import (
     Access,
     accesses_of,
     branches_of,
+    conditions_of,
     handed_on,
     sources_of,
     tests_of,
@@ -87,6 +88,7 @@ class MissedBranches:
         self._closed = _MissedCalls()
         self._note, self._note_still = note, note_still
         self._calls = _MissedCalls()
+        self._ran = set[types.CodeType]()
         self._raised: dict[int, type[BaseException]] = {}  # the latest, by the id of a frame
 
     def raises(self, running: types.FrameType, kind: type[BaseException]) -> None:
@@ -111,16 +113,20 @@ class MissedBranches:
             frame: the same frame, to evaluate in.
         """
         raised = self._raised.pop(id(running), None)
+        self._ran.add(running.f_code)
         self._note_handed_on(hops, frame)
         missed = accesses.keys() - hops.keys()
-        if not missed:
+        if not missed and not any(isinstance(c, types.CodeType) for c in frame.code.co_consts):
             return
         self._note_untaken(missed, accesses, hops, frame)
-        if any_open(tests_of(running.f_code), frame, self._known):
+        opened = missed & self._opened(running, accesses, hops, frame, raised)
+        is_open = any_open(tests_of(running.f_code), frame, self._known)
+        if is_open or not self._fake:
             closed = self._tensors.is_closed
-            opened = {at for at in missed if not closed(accesses[at][0].node, frame)}
-        else:
-            opened = missed & self._opened(running, accesses, hops, frame, raised)
+            by_turns = set() if is_open else self._in_turns(running.f_code, accesses, hops)
+            others = missed - by_turns
+            opened |= {at for at in others if not closed(accesses[at][0].node, frame)}
+            self._note_inner(accesses, hops, frame)
         self._note_each(opened, running, accesses, hops, frame)
         others = missed - opened
         if others and self._sizes.asked(turns_of(running.f_code), frame):
@@ -173,6 +179,23 @@ class MissedBranches:
                     if may_run:
                         self._tensors.note_still(still, hop)
 
+    def _note_inner(self, accesses: _Accesses, hops: Mapping[int, int], frame: Frame) -> None:
+        """Note what functions, and comprehensions, would do that are written in such branches."""
+        names = frame.frame.f_globals, frame.frame.f_locals
+        first = StillFrame(frame.code, *names, cells=getattr(frame.frame, "f_cells", None))
+        for inner in with_inner(first):
+            node = next((many[0].node for many in accesses_of(inner.f_code).values()), None)
+            if inner.f_code is frame.code or inner.f_code in self._ran or node is None:
+                continue
+            if _is_missed(node, frame.code, accesses, hops) and not (
+                self._tensors.is_closed(node, frame)
+            ):
+                begun = {_begins(accesses[at][0].node): at for at in hops if at in accesses}
+                before = [begins for begins in begun if begins < _begins(node)]
+                hop = hops[begun[max(before)]] if before else min(hops.values())
+                self._note_still(inner, hop)
+                self._tensors.note_still(inner, hop)
+
     def _opened(
         self,
         running: types.FrameType,
@@ -196,6 +219,16 @@ class MissedBranches:
                 has_failed = any(at in ran for at in caught) or not turn.handlers
                 opened |= body | caught if has_failed else caught
         return opened
+
+    @staticmethod
+    def _in_turns(code: types.CodeType, accesses: _Accesses, ran: Container[int]) -> set[int]:
+        """Return the instructions in loops that have not turned, and in handlers of errors."""
+        found = set[int]()
+        for turn in branches_of(code):
+            inside = turn.has if turn.is_loop else turn.handles
+            body = {at for at, several in accesses.items() if inside(several[0].node)}
+            found |= body if not any(at in ran for at in body) else set()
+        return found
 
     @staticmethod
     def _is_left(running: types.FrameType) -> bool:
@@ -228,6 +261,25 @@ class MissedBranches:
         """Whether any error of some kinds may follow from the data."""
         flat = (one for kind in kinds for one in (kind if isinstance(kind, tuple) else (kind,)))
         return any(not (isinstance(k, type) and issubclass(k, _OF_NO_DATA)) for k in flat)
+
+
+def _is_missed(
+    node: ast.expr, code: types.CodeType, accesses: _Accesses, ran: Container[int]
+) -> bool:
+    """Return whether an expression is in a branch of which nothing has run."""
+    for condition in conditions_of(code):
+        side = condition.asked_for(node)
+        if side is not None:
+            same = (
+                at for at, many in accesses.items() if condition.asked_for(many[0].node) is side
+            )
+            if not any(at in ran for at in same):
+                return True
+    return False
+
+
+def _begins(node: ast.expr) -> tuple[int, int]:
+    return node.lineno, node.col_offset
 
 
 def _instruction(running: types.FrameType) -> str:

@@ -1,21 +1,43 @@
-"""Which questions of the user's code may have another answer for another micro-batch."""
+"""Which questions of the user's code may have another answer for another micro-batch.
+
+Where a forward runs on fake tensors it reads no data, so only what forwards set, and chance, can
+decide. A forward that runs for real may ask its data on any way: there a question counts unless all
+that it asks is known to be the same for all data.
+"""
 
 import ast
 import contextlib
 import itertools
 import types
 from collections.abc import Iterable, Iterator
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..._common.libraries import has_users_code
 from .evaluation.expressions import Frame
-from .evaluation.members import ALL
-from .evaluation.sizes import argument_of
+from .evaluation.members import ALL, UNKNOWN
+from .evaluation.sizes import argument_of, is_called_from_outside
 from .known_values import KnownValues
 from .still_code import frames_of
-from .syntax.accesses import Access, accesses_of, sources_of
-from .syntax.effects import ASKS_CHANCE, ASKS_SHAPE, asked_for_values, name_called
+from .syntax.accesses import Access, accesses_of, fills, sources_of
+from .syntax.effects import (
+    ASKS_CHANCE,
+    ASKS_KIND,
+    ASKS_SHAPE,
+    ASKS_SIZE,
+    COMPUTES,
+    OF_KINDS,
+    OF_SHAPES,
+    arguments_of,
+    asked_for_values,
+    name_called,
+)
+from .tensors.sizes_by_data import has_size_by_data
+
+_SURE = (nn.Module, type, types.ModuleType, types.FunctionType, type(None))
+_GIVES_NUMBERS = ("int", "item", "tolist")
+_MOST_DEEP = 8  # of names that are followed to what they are set to: a guess
 
 
 def any_open(
@@ -31,31 +53,146 @@ def any_open(
         calls: whether in a real run each call that asks for more than shapes counts.
     """
     asked = [*questions]
-    if not known.fake and any(_is_tensor(name, frame) for name in asked_for_values(asked)):
-        return True
+    if not known.fake:
+        real = _Data(known, calls=calls)
+        if any(_is_tensor(name, frame) for name in asked_for_values(asked)):
+            return True
+        if any(real.may_differ(node, frame) for node in asked):
+            return True
     nodes = (node for one in asked for node in ast.walk(one))
-    if any(_is_open(node, frame, known, calls=calls) for node in nodes):
+    if any(_is_set(node, frame, known) for node in nodes):
         return True
     return any(_is_set(node, frame, known) for node in _behind(asked, frame))
 
 
-def _is_open(node: ast.AST, frame: Frame, known: KnownValues, *, calls: bool) -> bool:
-    if isinstance(node, ast.Call) and calls and not known.fake:
-        return name_called(node) not in ASKS_SHAPE
-    if isinstance(node, ast.Name) and not known.fake:
+class _Data:
+    """Questions to the expressions of a forward that runs for real.
+
+    Args:
+        known: what the forward sets.
+        calls: whether each call that asks for more than shapes counts.
+    """
+
+    def __init__(self, known: KnownValues, *, calls: bool) -> None:
+        self._known = known
+        self._calls = calls
+        self._under_way = set[tuple[Any, ...]]()
+
+    def may_differ(self, node: ast.AST, frame: Frame) -> bool:
+        """Return whether an expression may have another value for other data."""
+        match node:
+            case ast.Constant() | ast.Lambda():
+                return False
+            case ast.Name():
+                return self._name_may_differ(node, frame)
+            case ast.Attribute(value=owner, attr=name):
+                if name in OF_KINDS:
+                    return False
+                if name in OF_SHAPES:
+                    return self._size_may_differ(owner, frame)
+                return _is_set(node, frame, self._known) or self.may_differ(owner, frame)
+            case ast.Call():
+                return self._call_may_differ(node, frame)
+            case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot()], comparators=[right]):
+                # Whether a variable has one of several objects, others decide.
+                return any(
+                    self.may_differ(one, frame)
+                    for one in (left, right)
+                    if not isinstance(one, ast.Name | ast.Call)
+                )
+        return any(self.may_differ(part, frame) for part in ast.iter_child_nodes(node))
+
+    def _name_may_differ(self, node: ast.Name, frame: Frame) -> bool:
         owner, _, value = frame.owner_of(Access(node, reads=True, writes=False))
-        if owner is None and isinstance(value, bool | int | float):
-            return _is_given_openly(node, frame, known)
-    return _is_set(node, frame, known)
+        if owner is not None:
+            return _is_set(node, frame, self._known)
+        if isinstance(value, Tensor):
+            return False  # where it is asked for itself, the caller knows
+        key = id(frame.code), node.id, id(frame.frame)
+        if key in self._under_way or len(self._under_way) > _MOST_DEEP:
+            return False
+        self._under_way.add(key)
+        try:
+            sources = sources_of(frame.code, node.id)
+            behind = (*sources, *fills(frame.code, node.id))
+            if any(self._value_may_differ(one, frame) for one in behind):
+                return True
+            return not sources and self._argument_may_differ(node.id, value, frame)
+        finally:
+            self._under_way.discard(key)
+
+    def _argument_may_differ(self, name: str, value: Any, frame: Frame) -> bool:
+        """Whether a variable that the code does not set itself may: but not an argument that the
+        caller leaves out, or gives as a constant or another value that is the same."""
+        if (given := argument_of(name, frame)) is not None:
+            expression, caller = given
+            return expression is not None and self.may_differ(expression, caller)
+        if value is UNKNOWN or isinstance(value, _SURE):
+            return False
+        is_number = isinstance(value, bool | int | float)
+        return is_number or not is_called_from_outside(frame)
+
+    def _call_may_differ(self, call: ast.Call, frame: Frame) -> bool:
+        name, given, function = name_called(call), arguments_of(call), call.func
+        of_method = [function.value] if isinstance(function, ast.Attribute) else []
+        if name in ("getattr", "hasattr") and len(given) > 1:
+            asked = given[1].value if isinstance(given[1], ast.Constant) else None
+            if isinstance(asked, str):
+                named = ast.Attribute(given[0], asked, ast.Load())
+                is_set = _is_set(named, frame, self._known)
+                return is_set or (name == "getattr" and self.may_differ(named, frame))
+        if name in ASKS_SIZE:
+            return any(self._size_may_differ(one, frame) for one in (*of_method, *given))
+        if name == "get":
+            return any(self.may_differ(one, frame) for one in (*of_method, *given))
+        if name in ASKS_SHAPE:
+            return False
+        if name in COMPUTES and not of_method:
+            return any(self._value_may_differ(one, frame) for one in given)
+        return self._calls or any(self.may_differ(one, frame) for one in given)
+
+    def _value_may_differ(self, node: ast.AST, frame: Frame) -> bool:
+        """The same where the values of tensors count."""
+        is_tensor = isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and isinstance(
+            frame.evaluated(node), Tensor
+        )
+        return is_tensor or self.may_differ(node, frame)
+
+    def _size_may_differ(self, node: ast.expr, frame: Frame) -> bool:
+        """Whether the size of what an expression gives may be another one for other data."""
+        value = frame.evaluated(node)
+        if isinstance(value, Tensor) and has_size_by_data(value):
+            return True
+        match node:
+            case ast.Name() if isinstance(value, Tensor):
+                sources = sources_of(frame.code, node.id)
+                return any(self._cuts_by_data(source, frame) for source in sources)
+            case ast.Subscript(value=owner):
+                return self._size_may_differ(owner, frame) or self._cuts_by_data(node, frame)
+            case ast.Attribute() if isinstance(value, Tensor):
+                return False
+        return self.may_differ(node, frame)
+
+    def _cuts_by_data(self, node: ast.expr, frame: Frame) -> bool:
+        """Whether an expression makes a tensor as long as a mask, or a number of the data, says."""
+        return any(self._cuts(part, frame) for part in ast.walk(node))
+
+    def _cuts(self, part: ast.AST, frame: Frame) -> bool:
+        if isinstance(part, ast.comprehension):
+            return bool(part.ifs)
+        if isinstance(part, ast.Call):
+            numbers = [one for one in arguments_of(part) if _is_number(one, frame)]
+            return name_called(part) in _GIVES_NUMBERS or any(
+                self.may_differ(one, frame) for one in numbers
+            )
+        if not isinstance(part, ast.Subscript):
+            return False
+        ats = part.slice.elts if isinstance(part.slice, ast.Tuple) else [part.slice]
+        return any(isinstance(at, ast.Compare) or self._value_may_differ(at, frame) for at in ats)
 
 
-def _is_given_openly(name: ast.Name, frame: Frame, known: KnownValues) -> bool:
-    """Whether a number may be another one for another micro-batch: but not as an argument that the
-    caller leaves out, or gives as a constant or another value that is not open."""
-    if (given := argument_of(name.id, frame)) is None:
-        return True
-    value, caller = given
-    return value is not None and any_open([value], caller, known)
+def _is_number(node: ast.expr, frame: Frame) -> bool:
+    return isinstance(frame.evaluated(node), int | float)
 
 
 def _is_set(node: ast.AST, frame: Frame, known: KnownValues) -> bool:
@@ -91,27 +228,35 @@ def _sets(access: Access, frame: Frame, known: KnownValues) -> bool:
 
 
 def _behind(questions: Iterable[ast.AST], frame: Frame) -> Iterator[ast.AST]:
-    """Yield the parts of what the local variables in expressions are set to, and so on. That one is
-    ``None``, or a certain object, says nothing of a count."""
+    """Yield the parts of what the local variables in expressions are set to, and so on, and of what
+    they are filled with. That one is ``None``, or a certain object, says nothing of a count."""
     todo, seen = [*itertools.chain.from_iterable(map(_but_identity, questions))], set[str]()
     while todo:
         for part in ast.walk(todo.pop()):
             if isinstance(part, ast.Name) and part.id not in seen:
                 seen.add(part.id)
-                sources = sources_of(frame.code, part.id)
+                sources = [*sources_of(frame.code, part.id), *fills(frame.code, part.id)]
                 todo += sources
                 yield from (inner for one in sources for inner in ast.walk(one))
 
 
 def _but_identity(question: ast.AST) -> Iterator[ast.AST]:
-    """Yield the parts of a condition that ask for more than which object it is."""
-    if isinstance(question, ast.BoolOp | ast.UnaryOp):
-        for part in ast.iter_child_nodes(question):
-            yield from _but_identity(part)
-    elif not (
-        isinstance(question, ast.Compare) and isinstance(question.ops[0], ast.Is | ast.IsNot)
-    ):
-        yield question
+    """Yield the parts of a condition that ask for more than which object it is, or of what kind."""
+    match question:
+        case ast.BoolOp() | ast.UnaryOp():
+            for part in ast.iter_child_nodes(question):
+                yield from _but_identity(part)
+        case ast.Compare(ops=[ast.Is() | ast.IsNot(), *_]):
+            return
+        case ast.Compare(left=left, comparators=others):
+            for part in (left, *others):
+                yield from _but_identity(part)
+        case ast.Attribute(attr=name) if name in OF_KINDS:
+            return
+        case ast.Call() if name_called(question) in ASKS_KIND:
+            return
+        case _:
+            yield question
 
 
 def _is_tensor(name: ast.Name, frame: Frame) -> bool:

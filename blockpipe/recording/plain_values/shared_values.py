@@ -26,7 +26,7 @@ from torch import nn
 
 from ..._common.collecting_garbage import CollectingGarbage
 from ..._common.libraries import has_users_code, is_users
-from ...restoring.contents import is_generator
+from ...restoring.contents import behind_generator, is_generator
 from ...restoring.holders import Holder
 from ...restoring.iterators import advances
 from ...restoring.model_state import names_in
@@ -241,10 +241,10 @@ class SharedValues:
 
     def _note(self, access: Access, frame: Frame, hop: int, *, runs: bool) -> None:
         if not self.known.is_of_other_sizes:  # no recording goes there
-            self.draws.told(access, frame, hop)
+            self.draws.told(access, frame, hop, runs=runs and self._still is None)
             self._stays = self._stays or asks_cache(access, frame)
         if (self.draws.lasting or self._all_lasts) and access.use is not Use.NONE:
-            self._draws(frame.evaluated(access.node), frame, hop)
+            self._draws(frame.evaluated(access.node), access.method, frame, hop)
         if (places := set_by_method(access.node, frame)) is not None:
             lasting = [place for place in places if self._is_lasting(place[0])]
             is_open = any_open(arguments_of(access.node), frame, self.known)
@@ -357,10 +357,12 @@ class SharedValues:
             again = self._checkpoints.of(frame.frame) is not None
             self.known.is_changed(value, key, hop, frame.line, self._calls(), again=again)
 
-    def _draws(self, drawn: Any, frame: Frame, hop: int) -> None:
+    def _draws(self, drawn: Any, method: str, frame: Frame, hop: int) -> None:
         """Note that code calls a random generator, or hands it to a function."""
         if id(drawn) in self.draws.lasting or (self._all_lasts and is_generator(drawn)):
-            draws_from(self.known.at(drawn, ALL), hop, frame.line, self._calls())
+            behind = behind_generator(drawn, method)
+            for one in () if behind is None else {id(drawn): drawn, id(behind): behind}.values():
+                draws_from(self.known.at(one, ALL), hop, frame.line, self._calls())
 
     def _is_lasting(self, owner: Any) -> bool:
         is_variable = isinstance(owner, Names | types.CellType | threading.local | type)

@@ -202,12 +202,12 @@ def frames_of(function: Callable[..., Any], given: object = None) -> Iterator[St
             continue
         first = given.to(called, results, is_first=not seen)
         seen.add(key)
-        for still in _with_inner(first):
+        for still in with_inner(first):
             yield still
             todo += _called_by(still)
 
 
-def _with_inner(first: StillFrame) -> Iterator[StillFrame]:
+def with_inner(first: StillFrame) -> Iterator[StillFrame]:
     """Yield a function, its turns, and the functions inside of it. Loops that follow each other
     multiply, so that there is a limit for all of them, and single turns come first; a turn in which
     each name is what it was before is left out."""

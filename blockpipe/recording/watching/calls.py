@@ -32,7 +32,9 @@ class RecordedTag(Tag):
         segment: the index of the segment in which it was made.
     """
 
-    __slots__ = ("calls", "flow", "is_read", "returned_by", "segment", "sources")
+    __slots__ = (
+        *("calls", "flow", "has_size_by_data", "is_read", "returned_by", "segment", "sources"),
+    )
 
     def __init__(
         self,
@@ -50,6 +52,7 @@ class RecordedTag(Tag):
         self.segment = segment
         self.flow: Flow | None = None
         self.is_read = False
+        self.has_size_by_data = False
 
 
 class CallsUnderWay:

@@ -33,6 +33,7 @@ from ...crossing.interception import (
 from ...crossing.microbatch_run import Reader
 from ...crossing.torch_patches import Replacement, original_set
 from ...errors import RecordingError
+from ..plain_values.tensors.sizes_by_data import note_size
 from ..plan_resolution import planned_stage
 from .backward_code import seeing_context
 from .recorder import SCRIPTED, Recorder
@@ -106,6 +107,8 @@ class RecordingMode(CrossingMode):
         if isinstance(func, HigherOrderOperator):
             recorder.custom.calls_functions(func.name())
         result = super().__torch_function__(func, types, args, kwargs, modes)
+        if not recorder.result.fake:
+            note_size(func, args, kwargs or {}, result)
         recorder.check_outsiders(func, args[0] if args else None)
         recorder.late.operated((args, kwargs))
         if func is torch.autograd.grad:

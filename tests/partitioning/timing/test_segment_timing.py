@@ -3,7 +3,6 @@
 import statistics
 import threading
 import time
-import types
 from collections.abc import Callable
 from functools import partial
 
@@ -24,6 +23,8 @@ from blockpipe.partitioning.timing.segment_timing import (
     _corrected,
     _in_a_crowd,
 )
+
+from ...hiding import hidden
 
 
 class Clock:
@@ -239,11 +240,11 @@ def test_a_result_without_a_gradient_path_is_refused_in_training() -> None:
 
 def test_it_runs_with_the_threads_of_a_stage_and_gives_them_back() -> None:
     seen: list[int] = []
-    shelf = types.MappingProxyType({"seen": seen})  # what a walk finds is put back
+    shelf = hidden(seen)
 
     class Net(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            shelf["seen"].append(torch.get_num_threads())
+            shelf().append(torch.get_num_threads())
             return super().forward(x)
 
     torch.set_num_threads(4)

@@ -2,7 +2,6 @@
 
 import random
 import threading
-import types
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from blockpipe.errors import StateError, UsageError
 from blockpipe.preparation import prepared
 from blockpipe.reports.verify.result import Verification
 
+from ...hiding import hidden
 from ...models import EVERY_SCHEDULE
 from ...parameter_sets import each_value
 from ...stage_devices import equal, exact, is_simulated, stages
@@ -160,12 +160,12 @@ def test_both_runs_have_the_threads_of_a_lane(
     and so was a frozen model, whose small step ran without lanes."""
     monkeypatch.setattr(prepared, "SMALL_OPERATION", 1.0)
     seen: set[int] = set()
-    shelf = types.MappingProxyType({"seen": seen})  # what a walk finds is put back
+    shelf = hidden(seen)
 
     class Net(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             if not isinstance(x, FakeTensor):  # not in a recording
-                shelf["seen"].add(torch.get_num_threads())
+                shelf().add(torch.get_num_threads())
             return super().forward(x)
 
     torch.set_num_threads(6)
@@ -183,11 +183,11 @@ def test_lanes_run_for_small_models(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()
     monkeypatch.setattr("blockpipe.preparation.prepared.SMALL_HOP", 1.0)
     names: list[threading.Thread] = []
-    shelf = types.MappingProxyType({"names": names})  # what a walk finds is put back
+    shelf = hidden(names)
 
     class Named(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            shelf["names"].append(threading.current_thread())
+            shelf().append(threading.current_thread())
             return super().forward(x)
 
     net = nn.Sequential(Named(4, 4), Named(4, 4))

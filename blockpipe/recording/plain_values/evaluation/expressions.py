@@ -12,16 +12,18 @@ import os
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from ...._common.imports import module_named
 from ...._torch.modules import FOUND_BY, children_of
 from ....restoring.holders import CacheHolder
 from ..syntax.accesses import Access
 from ..syntax.computed import computed
 from ..syntax.contents import NOT_MADE, made_of
+from ..syntax.nodes import ImportedModule
 from ..syntax.protocols import is_descriptor
 from .getters import found_by, gives_known
 from .members import (
@@ -100,6 +102,9 @@ class Frame:
 
     def _evaluated(self, node: ast.expr) -> Any:
         match node:
+            case ImportedModule():
+                found = module_named(str(node.value), self.frame.f_globals)
+                return UNKNOWN if found is None else found
             case ast.Constant():
                 return node.value
             case ast.Name():
@@ -148,7 +153,7 @@ class Frame:
                     node = ast.Attribute(held, name)
         if not isinstance(node, ast.Attribute):
             return self.evaluated(node)
-        found, owner = self._of_super(node)
+        found, owner, _ = self._of_super(node)
         if found is UNKNOWN:
             found, owner = self.evaluated(node), self.evaluated(node.value)
         if isinstance(found, classmethod):
@@ -162,17 +167,23 @@ class Frame:
         )
         return types.MethodType(found, owner) if is_method else found
 
-    def _of_super(self, node: ast.Attribute) -> tuple[Any, Any]:
-        """Return what ``super()`` finds, and the object that it is asked for."""
+    def _of_super(self, node: ast.Attribute) -> tuple[Any, Any, Any]:
+        """Return what ``super()`` finds, the object that it is asked for, and the class that has
+        it."""
         call = node.value
         if not (isinstance(call, ast.Call) and getattr(call.func, "id", "") == "super"):
-            return UNKNOWN, UNKNOWN
+            return UNKNOWN, UNKNOWN, UNKNOWN
         first = ast.Name(self.code.co_varnames[0]) if self.code.co_varnames else call.func
         nodes = call.args if len(call.args) == 2 else [ast.Name("__class__"), first]
         kind, owner = map(self.evaluated, nodes)
         mro = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
         bases = mro[mro.index(kind) + 1 :] if kind in mro else ()
-        return next((vars(b)[node.attr] for b in bases if node.attr in vars(b)), UNKNOWN), owner
+        has_it = next((base for base in bases if node.attr in vars(base)), None)
+        return (
+            (UNKNOWN, owner, UNKNOWN)
+            if has_it is None
+            else (vars(has_it)[node.attr], owner, has_it)
+        )
 
     def _called(self, node: ast.Call) -> Any:
         function = self.evaluated(node.func)
@@ -184,7 +195,7 @@ class Frame:
             self.kept += kept
             return kept[0] if len(kept) == 1 else UNKNOWN
         if isinstance(node.func, ast.Attribute) and node.func.attr in _FINDERS and node.args:
-            of_super, owner = self._of_super(node.func)
+            of_super, owner, _ = self._of_super(node.func)
             if is_one_of(of_super, _FINDERS.values()):
                 return attribute_in(owner, self.evaluated(node.args[0]))
         if function is globals:
@@ -263,6 +274,7 @@ class Frame:
             return self._owner_of_name(node.id, self.evaluated(node))
         if isinstance(node, ast.Attribute):
             owner, key = self.evaluated(node.value), node.attr
+            owner = self._of_super(node)[2] if owner is UNKNOWN else owner
             if owner is UNKNOWN and isinstance(node.value, ast.Call):
                 made = self.evaluated(node.value.func)  # by its class: ``Options().scale``
                 owner = made if isinstance(made, type) and makes_new(made) else UNKNOWN
@@ -413,35 +425,3 @@ def members_of(frame: Frame, node: ast.expr) -> Any:
     if isinstance(value, nn.ModuleDict):
         return [*children_of(value)]
     return [*value] if type(value) in (list, tuple, deque, dict, set, frozenset) else UNKNOWN
-
-
-def bound_by(target: ast.expr, member: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the names in a loop's target, with their values in a turn.
-
-    Args:
-        target: the target.
-        member: what the loop gives in that turn.
-    """
-    found = set_by_turn(target, member)
-    yield from ((one.id, value) for one, value in found if isinstance(one, ast.Name))
-
-
-def set_by_turn(target: ast.expr, member: Any) -> Iterator[tuple[ast.expr, Any]]:
-    """Yield the same with the expressions that are set: names, attributes and entries."""
-    if isinstance(target, ast.Starred):
-        yield from set_by_turn(target.value, member)
-    elif isinstance(target, ast.Tuple | ast.List):
-        for inner, value in zip(target.elts, _unpacked(target.elts, member), strict=True):
-            yield from set_by_turn(inner, value)
-    else:
-        yield target, member
-
-
-def _unpacked(targets: list[ast.expr], member: Any) -> list[Any]:
-    """Return what each target of an unpacking gets."""
-    values = [*member] if type(member) in (list, tuple) else []
-    at = next((i for i, one in enumerate(targets) if isinstance(one, ast.Starred)), None)
-    if at is not None and len(values) >= len(targets) - 1:
-        end = len(values) - (len(targets) - at - 1)
-        values = [*values[:at], values[at:end], *values[end:]]
-    return values if len(values) == len(targets) else [UNKNOWN] * len(targets)

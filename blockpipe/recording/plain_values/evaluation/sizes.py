@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...._common.libraries import is_users
 from ..syntax.accesses import Access, accesses_of, sources_of
 from ..syntax.effects import arguments_of, name_called
-from .expressions import Frame
+from .expressions import Frame, caller_of
 from .members import ALL, UNKNOWN
 from .still_frames import STOPS
 
@@ -220,6 +220,12 @@ def _call_of(frame: Frame) -> tuple[ast.Call, Frame] | None:
     latest = max((offset for offset in accesses if offset <= caller.f_lasti), default=-1)
     calls = [one.node for one in accesses.get(latest, ()) if isinstance(one.node, ast.Call)]
     return (calls[0], Frame(caller, {}, None)) if calls else None
+
+
+def is_called_from_outside(frame: Frame) -> bool:
+    """Return whether no code of the user's has called a running function."""
+    caller = caller_of(frame.frame) if frame.is_running else None
+    return caller is None or not is_users(caller.f_globals.get("__name__"))
 
 
 def argument_of(name: str, frame: Frame) -> tuple[ast.expr | None, Frame] | None:

@@ -19,8 +19,9 @@ from torch import nn
 
 from ...._common.libraries import is_users
 from ..syntax.accesses import accesses_of, assignments_of, loops_of, returned_by, sources_of
-from .expressions import Frame, bound_by, members_of, set_by_turn
+from .expressions import Frame, members_of
 from .members import UNKNOWN, attribute_in, makes_new, own_attributes
+from .targets import bound_by, set_by_turn
 
 _MOST_TURNS = 32  # of one loop: a guess
 _MOST_RESULTS, _MOST_DEEP = 50, 4  # of calls that are followed: guesses

@@ -44,13 +44,30 @@ class Condition:
 
 
 def conditions_in(node: ast.AST) -> Iterator[Condition]:
-    """Yield the condition of a node that decides about code inside of it."""
+    """Yield the conditions that decide about code inside of a node: its own, and those of the
+    statements in it behind which others come only in one of both cases."""
+    for name in ("body", "orelse", "finalbody"):
+        statements = getattr(node, name, ())
+        for at, one in enumerate(statements if isinstance(statements, list) else ()):
+            if isinstance(one, ast.If):
+                rest = statements[at + 1 :]
+                yield Condition(
+                    one.test,
+                    rest if _leaves(one.orelse) else (),
+                    rest if _leaves(one.body) else (),
+                )
     if isinstance(node, ast.If):
         yield Condition(node.test, node.body, node.orelse)
     elif isinstance(node, ast.IfExp):
         yield Condition(node.test, [node.body], [node.orelse])
     elif isinstance(node, ast.While):
         yield Condition(node.test, node.body)
+
+
+def _leaves(statements: Sequence[ast.stmt]) -> bool:
+    """Return whether no statement behind these runs."""
+    last = statements[-1] if statements else None
+    return isinstance(last, ast.Return | ast.Raise | ast.Continue | ast.Break)
 
 
 @dataclass(frozen=True)

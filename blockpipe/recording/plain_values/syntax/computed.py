@@ -134,6 +134,9 @@ def _of_call(node: ast.expr, args: list[ast.expr], evaluate: Evaluate) -> Any:
     function = evaluate(node)
     if function is len and args:
         found = evaluate(args[0])
+        if isinstance(found, Tensor):
+            with ours():
+                return found.shape[0] if found.dim() else NOT_MADE
         found = children_of(found) if isinstance(found, _MODULES) else found
         return len(found) if type(found) in (str, torch.Size, *_CONTAINERS) else NOT_MADE
     is_pure = any(function is one for one in _FUNCTIONS)

@@ -9,6 +9,7 @@ import itertools
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -86,6 +87,8 @@ def _by_function(name: str, found: Any) -> Any:
 def _by_method(owner: Any, name: str, args: list[Any]) -> Any:
     if isinstance(owner, tuple) and name in _OF_FIELDS and hasattr(owner, "_fields"):
         return dict(zip(owner._fields, owner, strict=True)) if name == "_asdict" else owner
+    if isinstance(owner, ContextVar):
+        return owner.get(args[0] if args else NOT_MADE) if name == "get" else NOT_MADE
     if not _is_looked_into(owner, name):
         return NOT_MADE
     if isinstance(owner, dict):

@@ -54,16 +54,39 @@ COPIES = frozenset(["copy", "deepcopy", "dict"])  # whose result is another cont
 CHANGES_GIVEN = _CHANGES_FIRST | _CHANGES_ANY
 
 ASKS_CHANCE = (
-    *("random", "randint", "uniform", "choice", "time", "perf_counter", "monotonic"),
+    *("random", "randint", "uniform", "choice", "choices", "shuffle", "sample", "randrange"),
+    *("gauss", "normalvariate", "getrandbits", "permutation", "integers", "uuid4", "token_hex"),
+    *("time", "time_ns", "perf_counter", "monotonic", "process_time", "now", "today"),
     "current_microbatch",
 )
 """Functions whose answer is another one in each forward."""
 
-ASKS_SHAPE = (
-    *("size", "dim", "numel", "len", "isinstance", "hasattr", "getattr", "callable", "is_tensor"),
-    *("is_floating_point", "is_grad_enabled", "is_contiguous", "type", "get", "stride"),
+ASKS_KIND = (
+    *("dim", "isinstance", "callable", "is_tensor", "is_floating_point", "is_grad_enabled"),
+    *("is_contiguous", "type"),
 )
+"""Functions that ask of what kind an object is, which all data leave as it is."""
+
+ASKS_SIZE = ("size", "numel", "len", "stride", "nelement")
+"""Functions that ask a tensor for its size."""
+
+ASKS_SHAPE = (*ASKS_KIND, *ASKS_SIZE, "hasattr", "getattr", "get")
 """Functions that ask a tensor for no value."""
+
+COMPUTES = (
+    *("min", "max", "abs", "bool", "int", "float", "round", "str", "sum", "any", "all", "range"),
+    *("list", "tuple", "set", "dict", "sorted", "reversed", "enumerate", "zip"),
+)
+"""Functions of Python that give what follows from their arguments alone."""
+
+OF_SHAPES = ("shape", "nbytes")
+"""Attributes of tensors that tell of their size."""
+
+OF_KINDS = (
+    *("dtype", "device", "ndim", "layout", "requires_grad", "grad_fn", "is_leaf", "is_cuda"),
+    *("is_cpu", "itemsize", "names"),
+)
+"""Attributes of tensors that all data leave as they are."""
 
 
 def writes_in_place(name: str) -> bool:

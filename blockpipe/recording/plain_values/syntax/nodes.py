@@ -15,6 +15,15 @@ from .branches import Condition, Turn, conditions_in, loops_in, tests_in, turns_
 from .effects import name_called
 from .uses import is_said_in
 
+
+class ImportedModule(ast.Constant):
+    """The module of ``from module import name``; its value is the name, with the dots before it."""
+
+
+class Imported(ast.Attribute):
+    """What ``from module import name`` reads."""
+
+
 Node = ast.Attribute | ast.Subscript | ast.Name | ast.Call
 _FORMATS = frozenset(["str", "repr", "format", "int", "float", "round", "bool"])
 Span = tuple[int | None, int | None, int | None, int | None]  # of dis.Positions
@@ -103,6 +112,11 @@ def _nodes_in(source: str) -> Nodes:
             found.by_end[node.end_lineno, node.end_col_offset].append((node, outer))
             if isinstance(node, ast.Name):
                 found.on_line[node.lineno].append((node, outer))
+        elif isinstance(node, ast.ImportFrom):
+            module = ImportedModule("." * node.level + (node.module or ""))
+            read = (Imported(module, alias.name, ast.Load()) for alias in node.names)
+            at = found.by_end[node.end_lineno, node.end_col_offset]
+            at += ((ast.copy_location(one, node), (node,)) for one in read)
         elif isinstance(node, ast.Compare) and isinstance(node.ops[-1], ast.In | ast.NotIn):
             found.containers[node.end_lineno, node.end_col_offset] = node.comparators[-1]
         for loop in loops_in(node):

@@ -107,15 +107,21 @@ class MissedTensors:
                     if any(one is UNKNOWN for one in both)
                     else is_same is isinstance(how, ast.Is)
                 )
+            case ast.Call(func=ast.Name("isinstance"), args=[one, kinds]):
+                both = frame.evaluated(one), frame.evaluated(kinds)
+                is_known = all(value is not UNKNOWN for value in both)
+                return isinstance(*both) if is_known else None
         value = frame.evaluated(test)
         return bool(value) if isinstance(value, _DECIDES) else None
 
     @staticmethod
     def _is_bound_anew(test: ast.expr, frame: Frame) -> bool:
-        """Whether a condition asks for a variable that may name several objects in one call."""
+        """Whether a condition asks for a variable that may name several objects in one call; of
+        tensors it asks for no more than for their kind."""
         code = frame.code
         given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        names = {part.id for part in ast.walk(test) if isinstance(part, ast.Name)}
+        parts = [part for part in ast.walk(test) if isinstance(part, ast.Name)]
+        names = {one.id for one in parts if not isinstance(frame.evaluated(one), Tensor)}
         return any(len(sources_of(code, name)) + (name in given) > 1 for name in names)
 
     def shared(self, forward: ForwardsTensors) -> Iterator[SharedChange]:
