@@ -82,7 +82,7 @@ def _users_in(value: Any, module: str, packages: Container[str]) -> Iterator[Any
     elif isinstance(value, type):
         if value.__module__ == module:
             yield from _users_among(vars(value))
-    elif kind.__module__.partition(".")[0] in packages:
+    elif str(kind.__module__).partition(".")[0] in packages:
         attributes = [*getattr(value, "__dict__", {}).values(), *vars(kind).values()]
         for member in (value, *attributes):
             if isinstance(member, dict | list):

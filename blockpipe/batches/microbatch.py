@@ -351,8 +351,20 @@ def weights_without_target(
     microbatches: Sequence[Microbatch], reduction: LossReduction
 ) -> tuple[list[float], Exception | None]:
     """Return the weight of each micro-batch's result where that is one number, and the error of a
-    ``loss_reduction`` that fails without a target: it matters only if there is such a number."""
+    ``loss_reduction`` that fails without a target: it matters only if there is such a number. Of
+    a batch that is only evaluated, nothing has to count: test sets have no labels."""
     try:
         return weights_of(microbatches, reduction), None
     except Exception as error:
-        return weights_of(microbatches, "mean"), error
+        is_fine = not torch.is_grad_enabled() and _counts_nothing(microbatches, reduction, error)
+        return weights_of(microbatches, "mean"), None if is_fine else error
+
+
+def _counts_nothing(
+    microbatches: Sequence[Microbatch], reduction: LossReduction, error: Exception
+) -> bool:
+    """Return whether a batch's weights are refused because all of them are 0."""
+    if not callable(reduction) or not isinstance(error, MicrobatchError):
+        return False
+    counts = [reduction(m.args, m.kwargs, m.target) for m in microbatches]
+    return all(not isinstance(n, str | bytes | bool) and n == 0 for n in counts)

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 
 import torch
 
+from .._common.threads.model_turns import alone_stepping
 from .._torch.compiler import compiler
 from .._torch.graph import stepping_hooks
 from ..crossing.torch_patches import (
@@ -28,6 +29,7 @@ def around_cut_step(state: StepState) -> Iterator[None]:
     """Stand around a step, or a part of one, whose operations are intercepted."""
     request, prepared = state.request, state.request.prepared
     with ExitStack() as stack:
+        stack.enter_context(alone_stepping())
         stack.enter_context(prepared.sealed_forwards)
         if prepared.batch_norm is not None:
             stack.enter_context(prepared.batch_norm.step())
@@ -61,6 +63,7 @@ def around_plain_loop(state: StepState) -> Iterator[None]:
         if prepared.compiled is not None or prepared.batch_norm is not None:
             stack.enter_context(around_cut_step(state))
         else:
+            stack.enter_context(alone_stepping())
             stack.enter_context(_current_device_kept(state.request))
             stack.enter_context(_no_early_steps(state))
         if prepared.planned:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .._common.callsite import users_line, warn
 from .._common.nested import leaves
 from .._common.text import bytes_text
+from .._common.threads.model_turns import alone_recording
 from .._torch.graph import saved_tensor_hooks
 from ..batches.microbatch import Microbatch
 from ..crossing.tags import ParameterHome
@@ -43,7 +44,6 @@ from .step_sizes import StepSizes, asks_sizes, is_plain, sizes_of
 from .watched.watched_values import WatchedValues
 
 MOST_RECORDINGS = 16  # kept of one pipeline: modes, grad modes, several kinds of calls; a guess
-
 LossFn = Callable[..., Any] | None
 
 _numbers = itertools.count()
@@ -243,7 +243,8 @@ class Preparer:
         self, batch: Microbatch, options: PipelineOptions, loss_fn: LossFn = None
     ) -> Recording:
         self._watched_values.look_around()
-        with self._hooks.absent(), self._watched_values.asked() as (on_index,):
+        turn, absent = alone_recording(self.model), self._hooks.absent()
+        with turn, absent, self._watched_values.asked() as (on_index,):
             planned = planned_by(self.model, self.given_plan)
             recording = record_planned(
                 RecordRequest(
@@ -281,9 +282,8 @@ class Preparer:
 
     def _tell(self, prepared: Prepared) -> None:
         recording = prepared.recording
-        held = (*recording.parameters, *recording.buffers)
         for stage in range(recording.num_stages):
-            own = [h for h in held if h.stage == stage]
+            own = [h for h in (*recording.parameters, *recording.buffers) if h.stage == stage]
             size = bytes_text(sum(h.bytes for h in own))
             _log.info(
                 "stage %d on %s: %d tensors, %s", stage, prepared.devices[stage], len(own), size

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 from torch import nn
 
 from .._common.callsite import users_line, warn
+from .._common.threads.model_turns import alone_recording
 from ..batches.microbatch import Microbatch
 from ..errors import BlockpipeError, StateError
 from ..recording.calls import hops_by_path
@@ -210,7 +211,8 @@ class SecondLooks:
 
     def _recorded(self, batch: Microbatch, record: Callable[[Microbatch], Recording]) -> Recording:
         try:
-            with RestoredWhole(*(change.undone() for change in self._ahead)):
+            undone = (change.undone() for change in self._ahead)
+            with alone_recording(self._model), RestoredWhole(*undone):
                 return record(batch)
         except BlockpipeError:
             self._ahead = []

@@ -95,5 +95,5 @@ def _is_wrapper(own: dict[str, Any]) -> bool:
     return (
         isinstance(forward, functools.partial)
         and _OLD_FORWARD in own
-        and forward.func.__module__.partition(".")[0] == "accelerate"
+        and str(forward.func.__module__).partition(".")[0] == "accelerate"
     )

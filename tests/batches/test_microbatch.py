@@ -13,7 +13,7 @@ from torch import nn
 import blockpipe as bp
 from blockpipe._common.nested import leaves, tensors
 from blockpipe.batches.joining import JoinedLeaf, join
-from blockpipe.batches.microbatch import split, weights_of
+from blockpipe.batches.microbatch import split, weights_of, weights_without_target
 from blockpipe.errors import MicrobatchError
 
 from ..stage_devices import assert_close, stages
@@ -97,6 +97,18 @@ def test_weights_of_micro_batches_are_shares_ones_or_counts():
     assert weights_of(parts, lambda a, k, t: (t > 0).sum()) == [2 / 3, 1 / 3]
     with pytest.raises(MicrobatchError, match="not all 0"):
         weights_of(parts, lambda a, k, t: 0)
+
+
+def test_a_batch_that_is_only_evaluated_may_count_nothing():
+    """A test set has no labels; attack 39: the plain Trainer predicts it."""
+    parts = split((torch.zeros(4, 1),), {}, torch.zeros(4), 2)
+    counts = [lambda a, k, t: (t > 0).sum(), lambda a, k, t: -1, lambda a, k, t: t.none]
+    for how, is_fine in zip(counts, [True, False, False], strict=True):
+        with torch.no_grad():
+            weights, problem = weights_without_target(parts, how)
+        assert weights == [0.5, 0.5]
+        assert (problem is None) is is_fine
+        assert weights_without_target(parts, how)[1] is not None  # it might be trained
 
 
 def test_join_keeps_reduces_and_lists():

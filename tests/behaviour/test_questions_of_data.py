@@ -195,6 +195,22 @@ def _by_index(net: Net, x: Tensor, h: Tensor) -> Tensor:
     return h
 
 
+def _of_none(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    return h * (1 + sum(part.load for part in net.parts[: int((x > 50).any())]))
+
+
+def _by_a_method(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    if x.max().item() > 50:
+        h = torch.stack([net.scaled(row, "hot") for row in h])
+    return h
+
+
+def _in_a_loop(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    for _ in x[x[:, 0] > 50]:
+        h = h * sum(part.load for part in net.parts)
+    return h
+
+
 def _function(net: Net, x: Tensor, h: Tensor) -> Tensor:
     if x.max().item() > 50:
 
@@ -211,7 +227,16 @@ def _function(net: Net, x: Tensor, h: Tensor) -> Tensor:
     [
         *(_size, _length, _shape, _number_of, _first_ones, _turns, _chosen, _of_numpy, _entry),
         *(_set_entry, _field, _filled, _name, _name_by_turns, _list, _shuffled, _no_error),
-        *(_comprehension, _generator, _lambda, _by_index, _function),
+        *(
+            _comprehension,
+            _generator,
+            _lambda,
+            _by_index,
+            _of_none,
+            _function,
+            _by_a_method,
+            _in_a_loop,
+        ),
     ],
     ids=lambda damp: damp.__name__,
 )

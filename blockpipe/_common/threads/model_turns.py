@@ -5,7 +5,9 @@ pipeline would not do: two of them may share an encoder, and ``record`` needs no
 
 Recordings take turns in the whole process, whatever their models are: torch keeps in globals, for
 all threads, whether compiled functions run as they were written and whether a dispatch mode is
-entered, and puts back what it has found. Two threads at once would leave each other's.
+entered, and puts back what it has found. Two threads at once would leave each other's. They take
+turns with the steps of other models, too, which run at the same time: a recording puts back what
+its forward can reach, and with that what another model's forward counts there meanwhile.
 """
 
 import threading
@@ -22,6 +24,7 @@ from .standstill import PATIENCE, Gate, Standstill
 _lock = threading.RLock()
 _entered: "list[alone_with]" = []  # those who work and those who wait, as they came
 _recorded = nn.Module()  # stands for what all recordings share
+_stepped = nn.Module()  # stands for what a step shares with recordings, and not with steps
 
 
 class alone_with:  # noqa: N801 - a context manager that reads as an adverb
@@ -38,6 +41,7 @@ class alone_with:  # noqa: N801 - a context manager that reads as an adverb
         self._model = model
         self._thread = threading.get_ident()
         self._gate = Gate()
+        self._has_turn = False
 
     def __enter__(self) -> None:
         with _lock:
@@ -45,6 +49,7 @@ class alone_with:  # noqa: N801 - a context manager that reads as an adverb
         try:
             if self._has_to_wait():
                 self._wait()
+            self._has_turn = True
         except BaseException:
             self._leave()
             raise
@@ -68,7 +73,8 @@ class alone_with:  # noqa: N801 - a context manager that reads as an adverb
         with _lock:
             if not _are_others():
                 return False
-            if any(e is not self and e._is_ours() and e._shares(self._model) for e in _entered):
+            ours = [e for e in _entered if e is not self and e._is_ours()]
+            if any(e._model is self._model or e._shares(self._model) for e in ours):
                 return False  # it is this thread's turn already
             earlier = _entered[: _entered.index(self)]
             return any(not e._is_ours() and e._shares(self._model) for e in earlier)
@@ -77,10 +83,13 @@ class alone_with:  # noqa: N801 - a context manager that reads as an adverb
         return self._thread == threading.get_ident()
 
     def _shares(self, model: nn.Module) -> bool:
+        if self._model is _stepped or model is _stepped:
+            return self._model is _recorded or model is _recorded
         return self._model is model or not set(self._model.modules()).isdisjoint(model.modules())
 
     def _who(self) -> str:
-        return "recordings" if self._model is _recorded else "calls that share modules"
+        is_recorded = self._model is _recorded or self._model is _stepped
+        return "recordings and steps" if is_recorded else "calls that share modules"
 
     def _leave(self) -> None:
         with _lock:
@@ -97,11 +106,16 @@ def alone_recording(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def alone_stepping() -> alone_with:
+    """While entered, no other thread records."""
+    return alone_with(_stepped)
+
+
 def is_recorded_elsewhere(module: nn.Module) -> bool:
     """Return whether another thread records a model that has this module."""
     with _lock:
         turn = next((entered for entered in _entered if entered._model is _recorded), None)
-        if turn is None or turn._is_ours():
+        if turn is None or turn._is_ours() or not turn._has_turn:
             return False
         theirs = (e for e in _entered if e._thread == turn._thread and e is not turn)
         return any(module in entered._model.modules() for entered in theirs)

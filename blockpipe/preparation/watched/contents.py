@@ -224,7 +224,7 @@ def _is_a_value(value: Any) -> bool:
 @functools.lru_cache(1_000)
 def _has_attributes(kind: type) -> bool:
     """Whether code may set attributes of such an object, and read them again."""
-    package = kind.__module__.partition(".")[0]
+    package = str(kind.__module__).partition(".")[0]
     if issubclass(kind, torch.optim.Optimizer):  # it has the learning rates
         return True
     if package in ("builtins", "torch", "numpy", __name__.partition(".")[0]):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dis
+import itertools
 import types
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
@@ -52,6 +53,7 @@ _MAY_FAIL = frozenset(  # by the values of a matrix, also where a recording has 
     ]
 )
 
+_COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 _YIELDS = "YIELD_VALUE"  # also by ``yield from`` and ``await``
 
 _Accesses = Mapping[int, list[Access]]
@@ -126,11 +128,12 @@ class MissedBranches:
             by_turns = set() if is_open else self._in_turns(running.f_code, accesses, hops)
             others = missed - by_turns
             opened |= {at for at in others if not closed(accesses[at][0].node, frame)}
-            self._note_inner(accesses, hops, frame)
+            self._note_inner(opened, accesses, hops, frame)
         self._note_each(opened, running, accesses, hops, frame)
         others = missed - opened
         if others and self._sizes.asked(turns_of(running.f_code), frame):
             self._note_each(others, running, accesses, hops, frame, by_size=True)
+            self._note_inner(others, accesses, hops, frame, by_size=True)
 
     def _note_untaken(
         self, missed: Iterable[int], accesses: _Accesses, hops: Mapping[int, int], frame: Frame
@@ -179,22 +182,37 @@ class MissedBranches:
                     if may_run:
                         self._tensors.note_still(still, hop)
 
-    def _note_inner(self, accesses: _Accesses, hops: Mapping[int, int], frame: Frame) -> None:
+    def _note_inner(
+        self,
+        opened: Container[int],
+        accesses: _Accesses,
+        hops: Mapping[int, int],
+        frame: Frame,
+        *,
+        by_size: bool = False,
+    ) -> None:
         """Note what functions, and comprehensions, would do that are written in such branches."""
         names = frame.frame.f_globals, frame.frame.f_locals
         first = StillFrame(frame.code, *names, cells=getattr(frame.frame, "f_cells", None))
-        for inner in with_inner(first):
-            node = next((many[0].node for many in accesses_of(inner.f_code).values()), None)
-            if inner.f_code is frame.code or inner.f_code in self._ran or node is None:
-                continue
-            if _is_missed(node, frame.code, accesses, hops) and not (
-                self._tensors.is_closed(node, frame)
-            ):
-                begun = {_begins(accesses[at][0].node): at for at in hops if at in accesses}
+        begun = {_begins(accesses[at][0].node): at for at in hops if at in accesses}
+        with self._known.for_other_sizes() if by_size else contextlib.nullcontext():
+            for inner in with_inner(first):
+                inside = accesses_of(inner.f_code)
+                node = next((many[0].node for many in inside.values()), None)
+                if node is None or inner.f_code is frame.code or inner.f_code in self._ran:
+                    continue
+                is_missed = _is_missed(node, frame.code, accesses, hops, opened)
+                if not is_missed or (not by_size and self._tensors.is_closed(node, frame)):
+                    continue
                 before = [begins for begins in begun if begins < _begins(node)]
                 hop = hops[begun[max(before)]] if before else min(hops.values())
-                self._note_still(inner, hop)
-                self._tensors.note_still(inner, hop)
+                around = Frame(inner, {}, None)  # type: ignore[arg-type]
+                called = (
+                    self._calls.behind(m, around, hop, by_size=by_size) for m in inside.values()
+                )
+                for still in (inner, *itertools.chain.from_iterable(called)):
+                    self._note_still(still, hop)
+                    self._tensors.note_still(still, hop)
 
     def _opened(
         self,
@@ -236,8 +254,11 @@ class MissedBranches:
         return not _instruction(running).startswith("RETURN")
 
     def _is_found(self, turn: Turn, frame: Frame) -> bool:
-        """Whether it follows from the data how often a loop turns."""
-        over = turn.by
+        """Whether it follows from the data how often a loop turns. What a comprehension runs over,
+        the code around it evaluates."""
+        over, around = turn.by, frame.frame.f_back if frame.is_running else None
+        if frame.code.co_name in _COMPREHENSIONS and around is not None:
+            frame = Frame(around, {}, None)
         if any_open(over, frame, self._known, calls=False):
             return True
         sources = [
@@ -264,17 +285,25 @@ class MissedBranches:
 
 
 def _is_missed(
-    node: ast.expr, code: types.CodeType, accesses: _Accesses, ran: Container[int]
+    node: ast.expr,
+    code: types.CodeType,
+    accesses: _Accesses,
+    ran: Container[int],
+    opened: Container[int],
 ) -> bool:
-    """Return whether an expression is in a branch of which nothing has run."""
+    """Return whether an expression is in a branch, or a loop, of which nothing has run."""
     for condition in conditions_of(code):
         side = condition.asked_for(node)
         if side is not None:
-            same = (
-                at for at, many in accesses.items() if condition.asked_for(many[0].node) is side
-            )
-            if not any(at in ran for at in same):
+            sides = ((at, condition.asked_for(many[0].node)) for at, many in accesses.items())
+            if not any(at in ran for at, other in sides if other is side):
                 return True
+    for turn in branches_of(code):
+        inside = turn.has if turn.is_loop else turn.handles
+        if inside(node):
+            body = [at for at, many in accesses.items() if inside(many[0].node)]
+            if not any(at in ran for at in body):
+                return any(at in opened for at in body) or not body
     return False
 
 

@@ -271,7 +271,9 @@ def is_used_whole(value: Any, access: Access, *, is_still: bool) -> bool:
 def _is_inherited(kind: type, method: str) -> bool:
     """Return whether a class of the user's has a method from a library's, which may read all."""
     base = next((base for base in kind.__mro__ if method in vars(base)), object)
-    return base.__module__.partition(".")[0] not in _NO_METHODS and not is_users(base.__module__)
+    return str(base.__module__).partition(".")[0] not in _NO_METHODS and not is_users(
+        base.__module__
+    )
 
 
 def _is_users_object(value: Any) -> bool:
