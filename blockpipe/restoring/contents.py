@@ -326,17 +326,23 @@ def is_generator(value: Any) -> bool:
         is_global = value is getattr(random.random, "__self__", None)
         return not is_global and not isinstance(value, random.SystemRandom)
     numpy = sys.modules.get("numpy")
-    kinds = ("Generator", "RandomState", "BitGenerator", "SeedSequence")
+    kinds = ("Generator", "RandomState", "BitGenerator")
     if numpy is None or not isinstance(value, tuple(getattr(numpy.random, k) for k in kinds)):
         return False
     return value is not getattr(numpy.random.rand, "__self__", None)
 
 
+def is_seeds(value: Any) -> bool:
+    """Return whether a value is a sequence of seeds of numpy's, which counts those that it has
+    given."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.random.SeedSequence)
+
+
 def behind_generator(value: Any, method: str) -> Any:
     """Return what a method of a random generator advances: the source of bits, which several
     generators may have; of a sequence of seeds itself only where it spawns; else ``None``."""
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.random.SeedSequence):
+    if is_seeds(value):
         return value if method == "spawn" else None
     bits = getattr(value, "bit_generator", getattr(value, "_bit_generator", None))
     return value if bits is None else bits

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from ..._common.libraries import is_users
 from ..._torch.tensors import generator_id
-from ...restoring.contents import is_generator
+from ...restoring.contents import is_generator, is_seeds
 from ...restoring.holders import Holder
 from ..calls import Call
 from ..entries import GeneratorUse, SharedChange
@@ -77,7 +77,7 @@ class DrawnNumbers:
 
     def __init__(self, holders: Iterable[Holder]) -> None:
         values = [value for holder in holders for _, value in holder.before]
-        self.lasting = {id(value) for value in values if is_generator(value)}
+        self.lasting = {id(value) for value in values if is_generator(value) or is_seeds(value)}
         self._torchs = {id(value) for value in values if isinstance(value, torch.Generator)}
         self._told: list[tuple[int, str, int, str]] = []  # a generator, the method, hop and line
         self._known: dict[object, SharedValue] = {}  # by a kind, or a generator's number

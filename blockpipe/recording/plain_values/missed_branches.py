@@ -23,7 +23,8 @@ from .evaluation.expressions import Frame
 from .evaluation.sizes import Sizes
 from .evaluation.still_frames import STOPS, Given, StillFrame
 from .known_values import KnownValues
-from .open_questions import any_open
+from .questions.chosen import Choices
+from .questions.open_questions import any_open
 from .still_code import called_at, frames_of, with_inner
 from .syntax.accesses import (
     Access,
@@ -36,6 +37,7 @@ from .syntax.accesses import (
     turns_of,
 )
 from .syntax.branches import Turn
+from .syntax.deciders import is_handed_to_each
 from .syntax.effects import ASKS_SHAPE, name_called
 from .tensors.missed_tensors import MissedTensors
 from .tensors.untaken_branches import UntakenBranches
@@ -90,7 +92,8 @@ class MissedBranches:
         self._closed = _MissedCalls()
         self._note, self._note_still = note, note_still
         self._calls = _MissedCalls()
-        self._ran = set[types.CodeType]()
+        self._ran, self._ran_of = set[types.CodeType](), set[tuple[types.CodeType, int]]()
+        self._choices = Choices(known)
         self._raised: dict[int, type[BaseException]] = {}  # the latest, by the id of a frame
 
     def raises(self, running: types.FrameType, kind: type[BaseException]) -> None:
@@ -116,7 +119,9 @@ class MissedBranches:
         """
         raised = self._raised.pop(id(running), None)
         self._ran.add(running.f_code)
+        self._ran_of.add((running.f_code, _first_of(running)))
         self._note_handed_on(hops, frame)
+        self._note_chosen(running, accesses, hops, frame)
         missed = accesses.keys() - hops.keys()
         if not missed and not any(isinstance(c, types.CodeType) for c in frame.code.co_consts):
             return
@@ -161,6 +166,40 @@ class MissedBranches:
                 if isinstance(function := frame.bound(node), types.MethodType):
                     for still in self._closed.of(function, read[0]):
                         self._untaken.note_still(still, read)
+
+    def _note_chosen(
+        self,
+        running: types.FrameType,
+        accesses: _Accesses,
+        hops: Mapping[int, int],
+        frame: Frame,
+    ) -> None:
+        """Note what the code would read or call that the data choose: by a key, an index, a name,
+        or a condition."""
+        for at, many in accesses.items():
+            hop = hops[at] if at in hops else _hop_before(at, hops)
+            for access in many:
+                with contextlib.suppress(Exception):  # of an object that cannot be looked at
+                    others = [*self._choices.accesses(access, frame)]
+                    self._note(others, running, hop)
+                    call = access.node
+                    if isinstance(call, ast.Call):
+                        chosen = self._choices.objects(call.func, frame)
+                        handed = self._choices.handed_on(call, frame)
+                        self._note_others((*chosen, *handed), hop)
+
+    def _note_others(self, functions: Iterable[Any], hop: int) -> None:
+        for function in functions:
+            for still in () if self._has_run(function) else self._calls.of(function, hop):
+                self._note_still(still, hop)
+                self._tensors.note_still(still, hop)
+
+    def _has_run(self, function: Any) -> bool:
+        if isinstance(function, nn.Module):
+            function = types.MethodType(type(function).forward, function)
+        of = id(getattr(function, "__self__", None))
+        code = getattr(getattr(function, "__func__", function), "__code__", None)
+        return (code, of) in self._ran_of or (code in self._ran and of == id(None))
 
     def _note_each(
         self,
@@ -240,12 +279,21 @@ class MissedBranches:
 
     @staticmethod
     def _in_turns(code: types.CodeType, accesses: _Accesses, ran: Container[int]) -> set[int]:
-        """Return the instructions in loops that have not turned, and in handlers of errors."""
+        """Return the instructions in loops that have not turned, in handlers of errors, and behind
+        a line that has raised one."""
         found = set[int]()
+        nodes = {at: several[0].node for at, several in accesses.items()}
         for turn in branches_of(code):
             inside = turn.has if turn.is_loop else turn.handles
-            body = {at for at, several in accesses.items() if inside(several[0].node)}
+            body = {at for at, node in nodes.items() if inside(node)}
             found |= body if not any(at in ran for at in body) else set()
+            if not turn.is_loop:
+                tests = [one for one in conditions_of(code) if turn.has(one.test)]
+                found |= {
+                    at
+                    for at, node in nodes.items()
+                    if turn.has(node) and all(one.asked_for(node) is None for one in tests)
+                }
         return found
 
     @staticmethod
@@ -298,6 +346,8 @@ def _is_missed(
             sides = ((at, condition.asked_for(many[0].node)) for at, many in accesses.items())
             if not any(at in ran for at, other in sides if other is side):
                 return True
+    if is_handed_to_each(node, code):
+        return True
     for turn in branches_of(code):
         inside = turn.has if turn.is_loop else turn.handles
         if inside(node):
@@ -305,6 +355,12 @@ def _is_missed(
             if not any(at in ran for at in body):
                 return any(at in opened for at in body) or not body
     return False
+
+
+def _first_of(running: types.FrameType) -> int:
+    """The id of the first argument of a running function, which of a method is its object."""
+    names = running.f_code.co_varnames[: running.f_code.co_argcount]
+    return id(running.f_locals.get(names[0])) if names else id(None)
 
 
 def _begins(node: ast.expr) -> tuple[int, int]:

@@ -46,7 +46,6 @@ from .known_values import OF_CHECKPOINT, KnownValues
 from .lost_updates import read_how
 from .missed_branches import MissedBranches
 from .not_put_back import ClassesKept, Effect, asks_cache, effect_of, found_among
-from .open_questions import any_open
 from .pending_writes import PendingWrite, PendingWrites
 from .places import (
     entry_asked,
@@ -66,6 +65,7 @@ from .places import (
     space_of,
     used_by,
 )
+from .questions.open_questions import any_open
 from .still_code import frames_of, functions_by_code, hands_on, read_of_unknown
 from .syntax.accesses import Access, accesses_of, is_by_chance, is_optional
 from .syntax.effects import arguments_of, changes_given

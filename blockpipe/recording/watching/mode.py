@@ -33,7 +33,7 @@ from ...crossing.interception import (
 from ...crossing.microbatch_run import Reader
 from ...crossing.torch_patches import Replacement, original_set
 from ...errors import RecordingError
-from ..plain_values.tensors.sizes_by_data import note_size
+from ..plain_values.questions.sizes_by_data import note_size
 from ..plan_resolution import planned_stage
 from .backward_code import seeing_context
 from .recorder import SCRIPTED, Recorder

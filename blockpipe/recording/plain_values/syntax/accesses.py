@@ -24,7 +24,6 @@ from .effects import (
     DOES_BOTH,
     SETS_TORCHS,
     WRITES,
-    arguments_of,
     name_called,
 )
 from .nodes import Imported, Node, lines_of, nodes_of, span_of
@@ -248,30 +247,6 @@ def sources_of(code: types.CodeType, name: str) -> list[ast.expr]:
     nodes = nodes_of(code)
     lines = lines_of(code)
     return [value for known, value in nodes.sources if known == name and value.lineno in lines]
-
-
-@functools.lru_cache(10_000)
-def fills(code: types.CodeType, name: str) -> list[ast.expr | ast.stmt]:
-    """Return what the content of a function's local variable follows from, or which of several
-    values it has: what methods and entries put into it, and the conditions and loops around."""
-    found, own = list[ast.expr | ast.stmt](), sources_of(code, name)
-    is_given = name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    sets = () if is_given else captures_of(code)  # of an argument, each attribute for itself
-    puts = [value for known, value in sets if known == name and value not in own]
-    for call in calls_of(code):
-        function, given = call.func, arguments_of(call)
-        owner = getattr(function, "value", None)
-        if getattr(owner, "id", None) == name and name_called(call) in WRITES | DOES_BOTH:
-            puts += given or [call]
-        elif name_called(call) in CHANGES_GIVEN and name in (getattr(a, "id", "") for a in given):
-            puts += [*given, call]
-    several = own if len(own) > 1 or is_given else []
-    for put in (*puts, *several):
-        found += (c.test for c in conditions_of(code) if c.asked_for(put) is not None)
-        found += (
-            by for turn in branches_of(code) if turn.is_loop and turn.has(put) for by in turn.by
-        )
-    return [*puts, *found]
 
 
 @functools.lru_cache(1_000)

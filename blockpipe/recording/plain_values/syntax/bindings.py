@@ -42,6 +42,21 @@ def stored(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
             yield name, value
 
 
+def filled(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the names of objects in which a node sets an entry or an attribute, each with the
+    expression that the value comes out of."""
+    pairs = [*_assignments(node)]
+    if isinstance(node, ast.AugAssign):
+        pairs.append((node.target, node.value))
+    for target, value in pairs:
+        for one in target.elts if isinstance(target, ast.Tuple | ast.List) else (target,):
+            root = one
+            while isinstance(root, ast.Subscript | ast.Attribute):
+                root = root.value
+            if root is not one and isinstance(root, ast.Name):
+                yield root.id, value
+
+
 def _targets(node: ast.AST) -> Iterator[tuple[str, ast.expr, ast.AST]]:
     pairs: list[tuple[ast.AST, ast.expr]] = [*_assignments(node), *bound(node)]
     if isinstance(node, ast.AugAssign):

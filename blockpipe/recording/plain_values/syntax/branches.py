@@ -38,9 +38,9 @@ class Condition:
 
     def asked_for(self, node: ast.expr) -> bool | None:
         """Return what it has to be so that an expression runs; ``None``: it does not decide."""
-        if _is_in(self.body, node):
+        if is_in(self.body, node):
             return True
-        return False if _is_in(self.orelse, node) else None
+        return False if is_in(self.orelse, node) else None
 
 
 def conditions_in(node: ast.AST) -> Iterator[Condition]:
@@ -62,6 +62,11 @@ def conditions_in(node: ast.AST) -> Iterator[Condition]:
         yield Condition(node.test, [node.body], [node.orelse])
     elif isinstance(node, ast.While):
         yield Condition(node.test, node.body)
+    elif isinstance(node, ast.BoolOp):
+        for at, one in enumerate(node.values[:-1]):
+            rest = node.values[at + 1 :]
+            is_or = isinstance(node.op, ast.Or)
+            yield Condition(one, () if is_or else rest, rest if is_or else ())
 
 
 def _leaves(statements: Sequence[ast.stmt]) -> bool:
@@ -89,11 +94,11 @@ class Turn:
 
     def has(self, node: ast.expr) -> bool:
         """Return whether an expression is in the body."""
-        return _is_in(self.body, node)
+        return is_in(self.body, node)
 
     def handles(self, node: ast.expr) -> bool:
         """Return whether an expression is in a handler."""
-        return _is_in(self.handlers, node)
+        return is_in(self.handlers, node)
 
 
 def turns_in(node: ast.AST) -> Iterator[Turn]:
@@ -113,7 +118,8 @@ def turns_in(node: ast.AST) -> Iterator[Turn]:
                 yield Turn(node.body, node.body, (), call.args)
 
 
-def _is_in(parts: Sequence[ast.expr | ast.stmt | ast.ExceptHandler], node: ast.expr) -> bool:
+def is_in(parts: Sequence[ast.expr | ast.stmt | ast.ExceptHandler], node: ast.expr) -> bool:
+    """Return whether an expression begins inside of any of some parts of the tree."""
     at = node.lineno, node.col_offset
     return any(
         (one.lineno, one.col_offset) <= at < (one.end_lineno or 0, one.end_col_offset or 0)

@@ -75,9 +75,16 @@ ASKS_SHAPE = (*ASKS_KIND, *ASKS_SIZE, "hasattr", "getattr", "get")
 
 COMPUTES = (
     *("min", "max", "abs", "bool", "int", "float", "round", "str", "sum", "any", "all", "range"),
-    *("list", "tuple", "set", "dict", "sorted", "reversed", "enumerate", "zip"),
+    *("list", "tuple", "set", "dict", "sorted", "reversed", "enumerate", "zip", "id", "divmod"),
+    *("hash", "repr", "format", "ord", "chr", "frozenset"),
 )
 """Functions of Python that give what follows from their arguments alone."""
+
+CALLS_EACH = (
+    *("map", "filter", "sorted", "min", "max", "reduce", "starmap", "takewhile", "dropwhile"),
+    *("accumulate", "groupby", "filterfalse"),
+)
+"""Functions of Python that call what they are given for each member of something."""
 
 OF_SHAPES = ("shape", "nbytes")
 """Attributes of tensors that tell of their size."""

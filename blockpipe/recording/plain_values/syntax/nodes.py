@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...._common.code import parsed, source_of
-from .bindings import assigned, bound, captured, stored
+from .bindings import assigned, bound, captured, filled, stored
 from .branches import Condition, Turn, conditions_in, loops_in, tests_in, turns_in
 from .effects import name_called
 from .uses import is_said_in
@@ -47,6 +47,7 @@ class Nodes:
             binds names as one turn of a loop does.
         captures: the names that anything binds, with the expression that the value comes out of.
         sources: those names among them that it sets itself.
+        fillings: the names of objects in which it sets something, with such expressions.
         contexts: what ``with`` statements enter.
         notes: the statements that only print or log, or only make a text or a number for an
             attribute: their first and last positions, and its name.
@@ -64,6 +65,7 @@ class Nodes:
     loops: list[tuple[ast.expr, ast.expr]] = field(default_factory=list)
     captures: list[tuple[str, ast.expr]] = field(default_factory=list)
     sources: list[tuple[str, ast.expr]] = field(default_factory=list)
+    fillings: list[tuple[str, ast.expr]] = field(default_factory=list)
     contexts: list[ast.expr] = field(default_factory=list)
     notes: list[tuple[tuple[int, int], tuple[int, int], str]] = field(default_factory=list)
     containers: dict[tuple[int | None, int | None], ast.expr] = field(default_factory=dict)
@@ -129,6 +131,7 @@ def _nodes_in(source: str) -> Nodes:
         found.loops += bound(node)
         found.captures += captured(node)
         found.sources += stored(node)
+        found.fillings += filled(node)
         if isinstance(node, ast.withitem):
             found.contexts.append(node.context_expr)
         if isinstance(node, ast.Expr | ast.Assign) and (name := _noted_as(node)) is not None:

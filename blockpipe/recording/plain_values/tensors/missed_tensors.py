@@ -18,7 +18,7 @@ from ..evaluation.expressions import Frame
 from ..evaluation.members import UNKNOWN
 from ..evaluation.still_frames import StillFrame
 from ..known_values import KnownValues
-from ..open_questions import any_open
+from ..questions.open_questions import any_open
 from ..syntax.accesses import Access, accesses_of, conditions_of, sources_of
 from ..values import SharedValue, shared_change
 from .tensor_uses import ForwardsTensors, gradient_changes

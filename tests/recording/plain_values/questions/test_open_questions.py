@@ -13,9 +13,9 @@ from torch.nn.functional import mse_loss
 import blockpipe as bp
 from blockpipe.errors import StateError
 
-from ...alike import DEVICE
-from ...parity import assert_same_gradients, plain_step
-from ...stage_devices import assert_close, stages
+from ....alike import DEVICE
+from ....parity import assert_same_gradients, plain_step
+from ....stage_devices import assert_close, stages
 
 Refresh = Callable[["Encoder", Tensor], None]
 

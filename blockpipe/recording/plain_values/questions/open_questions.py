@@ -14,14 +14,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..._common.libraries import has_users_code
-from .evaluation.expressions import Frame
-from .evaluation.members import ALL, UNKNOWN
-from .evaluation.sizes import argument_of, is_called_from_outside
-from .known_values import KnownValues
-from .still_code import frames_of
-from .syntax.accesses import Access, accesses_of, fills, sources_of
-from .syntax.effects import (
+from ...._common.libraries import has_users_code
+from ..evaluation.expressions import Frame
+from ..evaluation.members import ALL, UNKNOWN
+from ..evaluation.sizes import argument_of, is_called_from_outside
+from ..known_values import KnownValues
+from ..still_code import frames_of
+from ..syntax.accesses import Access, accesses_of, calls_of, sources_of
+from ..syntax.deciders import fills
+from ..syntax.effects import (
     ASKS_CHANCE,
     ASKS_KIND,
     ASKS_SHAPE,
@@ -33,7 +34,7 @@ from .syntax.effects import (
     asked_for_values,
     name_called,
 )
-from .tensors.sizes_by_data import has_size_by_data
+from .sizes_by_data import has_size_by_data
 
 _SURE = (nn.Module, type, types.ModuleType, types.FunctionType, type(None))
 _GIVES_NUMBERS = ("int", "item", "tolist")
@@ -147,7 +148,8 @@ class _Data:
             return any(self.may_differ(one, frame) for one in (*of_method, *given))
         if name in ASKS_SHAPE:
             return False
-        if name in COMPUTES and not of_method:
+        is_text = any(isinstance(frame.evaluated(one), str) for one in of_method)
+        if is_text or (name in COMPUTES and not of_method) or _computes(frame.bound(function)):
             return any(self._value_may_differ(one, frame) for one in given)
         return self._calls or any(self.may_differ(one, frame) for one in given)
 
@@ -189,6 +191,20 @@ class _Data:
             return False
         ats = part.slice.elts if isinstance(part.slice, ast.Tuple) else [part.slice]
         return any(isinstance(at, ast.Compare) or self._value_may_differ(at, frame) for at in ats)
+
+
+def _computes(function: Any) -> bool:
+    """Return whether a function of the user's gives what follows from its arguments, and calls
+    nothing that might ask others."""
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    if not isinstance(code, types.CodeType) or not has_users_code(
+        getattr(function, "__func__", function)
+    ):
+        return False
+    return all(
+        isinstance(call.func, ast.Name) and call.func.id in (*COMPUTES, *ASKS_KIND)
+        for call in calls_of(code)
+    )
 
 
 def _is_number(node: ast.expr, frame: Frame) -> bool:

@@ -1,0 +1,126 @@
+"""What an expression may stand for with other data: by a key, an index, a name or a condition."""
+
+import ast
+import functools
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from ...._torch.modules import children_of
+from ..evaluation.expressions import Frame
+from ..evaluation.members import UNKNOWN, attribute_in, own_attributes
+from ..evaluation.still_frames import or_unknown, some_of
+from ..known_values import KnownValues
+from ..syntax.accesses import Access, sources_of
+from ..syntax.effects import CALLS_EACH, arguments_of, name_called
+from .open_questions import any_open
+
+FUNCTIONS = (types.FunctionType, types.MethodType)
+_MOST_DEEP = 4  # of names that are followed to what they are set to: a guess
+_ANY = ast.Name("*", ast.Load())  # a key that nobody knows
+
+
+class Choices:
+    """The choices in the code of one forward.
+
+    Args:
+        known: what the forward sets.
+    """
+
+    def __init__(self, known: KnownValues) -> None:
+        self._known = known
+
+    def objects(self, node: ast.expr, frame: Frame, deep: int = 0) -> Iterator[Any]:
+        """Yield the objects that an expression may stand for with other data: functions, modules,
+        or what holds values."""
+        if deep > _MOST_DEEP:
+            return
+        match node:
+            case ast.Subscript(value=table, slice=at):
+                if _is_fixed(at) or not any_open([at], frame, self._known):
+                    return
+                written = getattr(table, "values", getattr(table, "elts", ()))  # {"l1": self.l1}
+                yield from (or_unknown(frame.bound, one) for one in written)
+                yield from members_in(or_unknown(frame.evaluated, table))
+            case ast.IfExp(test=test, body=body, orelse=orelse):
+                if any_open([test], frame, self._known):
+                    yield from (or_unknown(frame.bound, one) for one in (body, orelse))
+            case ast.Attribute(value=owner, attr=name):
+                for one in self.objects(owner, frame, deep + 1):
+                    yield or_unknown(functools.partial(attribute_in, one), name)
+            case ast.Call():
+                for one, name in self._named(node, frame):
+                    yield or_unknown(frame.bound, ast.Attribute(ast.Constant(one), name))
+            case ast.Name():
+                for source in sources_of(frame.code, node.id):
+                    yield from self.objects(source, frame, deep + 1)
+
+    def _named(self, call: ast.Call, frame: Frame) -> Iterator[tuple[Any, str]]:
+        """Yield an object, and names of it, that ``getattr`` may read which is given a text that
+        begins with a known one."""
+        name = getattr(call.func, "id", "")
+        if name != "getattr" or len(call.args) < 2 or _is_fixed(call.args[1]):
+            return
+        begin = _begin(call.args[1], frame)
+        if begin and any_open([call.args[1]], frame, self._known):
+            owner = or_unknown(frame.evaluated, call.args[0])
+            kinds = type(owner).__mro__ if owner is not UNKNOWN else ()
+            names = {*own_attributes(owner), *(name for kind in kinds for name in vars(kind))}
+            yield from ((owner, name) for name in sorted(map(str, names)) if name.startswith(begin))
+
+    def accesses(self, access: Access, frame: Frame) -> Iterator[Access]:
+        """Yield the accesses that an access may be with other data."""
+        node = access.node
+        found: Iterable[ast.Attribute | ast.Subscript] = ()
+        match node:
+            case ast.Attribute(value=owner, attr=name):
+                held = self.objects(owner, frame)
+                found = (ast.Attribute(ast.Constant(one), name, ast.Load()) for one in held)
+            case ast.Subscript(value=table, slice=at) if not _is_fixed(at):
+                if any_open([at], frame, self._known):
+                    found = [ast.Subscript(table, _ANY, ast.Load())]
+            case ast.Call():
+                named = self._named(node, frame)
+                found = (ast.Attribute(ast.Constant(one), n, ast.Load()) for one, n in named)
+        for one in found:
+            if getattr(one.value, "value", None) is not UNKNOWN:
+                yield Access(ast.copy_location(one, node), access.reads, access.writes)
+
+    def handed_on(self, call: ast.Call, frame: Frame) -> Iterator[Any]:
+        """Yield the functions that a function of Python calls for each member of what the data
+        choose: ``map(self.scale, hot)``."""
+        if name_called(call) in CALLS_EACH and not self._known.fake:
+            for given in arguments_of(call):
+                if isinstance(function := or_unknown(frame.bound, given), FUNCTIONS):
+                    yield function
+
+
+def members_in(table: Any) -> list[Any]:
+    """Return the members of a container, or of modules, that an index may choose among."""
+    if isinstance(table, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        table = children_of(table)
+    if isinstance(table, list | tuple | dict):
+        return some_of(table.values() if isinstance(table, dict) else table)
+    return []
+
+
+def _is_fixed(at: ast.expr) -> bool:
+    if isinstance(at, ast.Slice):
+        return all(one is None or _is_fixed(one) for one in (at.lower, at.upper, at.step))
+    return isinstance(at, ast.Constant)
+
+
+def _begin(node: ast.expr, frame: Frame) -> str:
+    """Return what a text begins with, as far as its code says it."""
+    match node:
+        case ast.JoinedStr(values=[ast.Constant(value=str(begin)), *_]):
+            return begin
+        case ast.BinOp(left=left, op=ast.Add() | ast.Mod()):
+            found = or_unknown(frame.evaluated, left)
+            return found.partition("%")[0] if isinstance(found, str) else ""
+        case ast.Name():
+            begins = [_begin(source, frame) for source in sources_of(frame.code, node.id)]
+            return begins[0] if len(begins) == 1 else ""
+    return ""

@@ -1,0 +1,43 @@
+"""What a variable's content, and whether a lambda runs, follow from beside assignments."""
+
+import ast
+import functools
+import types
+
+from .accesses import branches_of, calls_of, conditions_of, sources_of
+from .branches import is_in
+from .effects import CALLS_EACH, CHANGES_GIVEN, DOES_BOTH, WRITES, arguments_of, name_called
+from .nodes import lines_of, nodes_of
+
+
+@functools.lru_cache(10_000)
+def fills(code: types.CodeType, name: str) -> list[ast.expr | ast.stmt]:
+    """Return what the content of a function's local variable follows from, or which of several
+    values it has: what methods and entries put into it, and the conditions and loops around."""
+    found, own = list[ast.expr | ast.stmt](), sources_of(code, name)
+    is_given = name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    nodes, lines = nodes_of(code), lines_of(code)
+    sets = () if is_given else nodes.fillings  # of an argument, each attribute for itself
+    puts = [value for known, value in sets if known == name and value.lineno in lines]
+    for call in calls_of(code):
+        function, given = call.func, arguments_of(call)
+        owner = getattr(function, "value", None)
+        if getattr(owner, "id", None) == name and name_called(call) in WRITES | DOES_BOTH:
+            puts += given or [call]
+        elif name_called(call) in CHANGES_GIVEN and name in (getattr(a, "id", "") for a in given):
+            puts += [*given, call]
+    several = own if len(own) > 1 or is_given else []
+    for put in (*puts, *several):
+        found += (c.test for c in conditions_of(code) if c.asked_for(put) is not None)
+        found += (
+            by for turn in branches_of(code) if turn.is_loop and turn.has(put) for by in turn.by
+        )
+    return [*puts, *found]
+
+
+def is_handed_to_each(node: ast.expr, code: types.CodeType) -> bool:
+    """Return whether an expression is in a lambda that a function of Python calls for each member
+    of something: ``map(lambda …, items)``."""
+    calls = [call for call in calls_of(code) if name_called(call) in CALLS_EACH]
+    given = [one for call in calls for one in arguments_of(call) if isinstance(one, ast.Lambda)]
+    return is_in(given, node)
