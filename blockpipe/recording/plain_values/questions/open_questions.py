@@ -18,6 +18,7 @@ from ...._common.libraries import has_users_code
 from ..evaluation.expressions import Frame
 from ..evaluation.members import ALL, UNKNOWN
 from ..evaluation.sizes import argument_of, is_called_from_outside
+from ..evaluation.still_frames import Given
 from ..known_values import KnownValues
 from ..still_code import frames_of
 from ..syntax.accesses import Access, accesses_of, calls_of, sources_of
@@ -53,24 +54,22 @@ def any_open(
         known: what the forward sets.
         calls: whether in a real run each call that asks for more than shapes counts.
     """
-    asked = [*questions]
-    if not known.fake:
-        real = _Data(known, calls=calls)
-        if any(_is_tensor(name, frame) for name in asked_for_values(asked)):
-            return True
-        if any(real.may_differ(node, frame) for node in asked):
-            return True
+    asked, values = [*questions], _Values(known, calls=calls and not known.fake)
+    if not known.fake and any(_is_tensor(name, frame) for name in asked_for_values(asked)):
+        return True
+    if any(values.may_differ(node, frame) for node in asked):
+        return True
     nodes = (node for one in asked for node in ast.walk(one))
     if any(_is_set(node, frame, known) for node in nodes):
         return True
     return any(_is_set(node, frame, known) for node in _behind(asked, frame))
 
 
-class _Data:
-    """Questions to the expressions of a forward that runs for real.
+class _Values:
+    """Questions to the expressions of a forward.
 
     Args:
-        known: what the forward sets.
+        known: what the forward sets, and whether it runs on fake tensors.
         calls: whether each call that asks for more than shapes counts.
     """
 
@@ -80,7 +79,8 @@ class _Data:
         self._under_way = set[tuple[Any, ...]]()
 
     def may_differ(self, node: ast.AST, frame: Frame) -> bool:
-        """Return whether an expression may have another value for other data."""
+        """Return whether an expression may have another value for another micro-batch of the same
+        sizes."""
         match node:
             case ast.Constant() | ast.Lambda():
                 return False
@@ -106,7 +106,9 @@ class _Data:
     def _name_may_differ(self, node: ast.Name, frame: Frame) -> bool:
         owner, _, value = frame.owner_of(Access(node, reads=True, writes=False))
         if owner is not None:
-            return _is_set(node, frame, self._known)
+            outer = _around(node.id, frame)
+            is_outer = outer is not None and self._name_may_differ(node, outer)
+            return is_outer or _is_set(node, frame, self._known)
         if isinstance(value, Tensor):
             return False  # where it is asked for itself, the caller knows
         key = id(frame.code), node.id, id(frame.frame)
@@ -130,10 +132,13 @@ class _Data:
             return expression is not None and self.may_differ(expression, caller)
         if value is UNKNOWN or isinstance(value, _SURE):
             return False
-        is_number = isinstance(value, bool | int | float)
-        return is_number or not is_called_from_outside(frame)
+        if is_called_from_outside(frame):
+            return isinstance(value, bool | int | float) and not self._known.fake
+        return True
 
     def _call_may_differ(self, call: ast.Call, frame: Frame) -> bool:
+        if _is_set(call, frame, self._known):
+            return True
         name, given, function = name_called(call), arguments_of(call), call.func
         of_method = [function.value] if isinstance(function, ast.Attribute) else []
         if name in ("getattr", "hasattr") and len(given) > 1:
@@ -162,6 +167,8 @@ class _Data:
 
     def _size_may_differ(self, node: ast.expr, frame: Frame) -> bool:
         """Whether the size of what an expression gives may be another one for other data."""
+        if self._known.fake:
+            return False
         value = frame.evaluated(node)
         if isinstance(value, Tensor) and has_size_by_data(value):
             return True
@@ -193,6 +200,16 @@ class _Data:
         return any(isinstance(at, ast.Compare) or self._value_may_differ(at, frame) for at in ats)
 
 
+def _around(name: str, frame: Frame) -> Frame | None:
+    """Return the frame of the function that has a running one's closure variable as its own."""
+    found = frame.frame.f_back if frame.is_running and name in frame.code.co_freevars else None
+    while found is not None and not (
+        name in found.f_code.co_cellvars and frame.code in found.f_code.co_consts
+    ):
+        found = found.f_back
+    return None if found is None else Frame(found, {}, None)
+
+
 def _computes(function: Any) -> bool:
     """Return whether a function of the user's gives what follows from its arguments, and calls
     nothing that might ask others."""
@@ -222,12 +239,14 @@ def _is_set(node: ast.AST, frame: Frame, known: KnownValues) -> bool:
 
 
 def _asks_for_set(call: ast.Call, frame: Frame, known: KnownValues) -> bool:
-    """Whether a function of the user's reads a value that forwards set."""
+    """Whether a function of the user's reads a value that forwards set, or draws."""
     function = frame.bound(call.func)
     behind = getattr(function, "__func__", function)
     if not isinstance(behind, types.FunctionType) or not has_users_code(behind):
         return False
-    for still in frames_of(function):
+    for still in frames_of(function, Given.by(call, frame)):
+        if any(name_called(one) in ASKS_CHANCE for one in calls_of(still.f_code)):
+            return True
         inner = Frame(still, {}, None)  # type: ignore[arg-type]
         for accesses in accesses_of(still.f_code).values():
             with contextlib.suppress(Exception):  # of an object that cannot be looked at
