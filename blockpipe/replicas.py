@@ -48,8 +48,8 @@ from .preparation.options import check_loss, joined_kwargs
 from .preparation.shared_state import check_loss_of_copies, shared_by_copies
 from .recording.recording import Recording
 from .recording.sample import check_initialized
-from .restoring.copied_models import CopiedModels
-from .restoring.shared_objects import SharedObjects
+from .restoring.copies.copied_models import CopiedModels
+from .restoring.copies.shared_objects import SharedObjects
 from .weights.copied_interface import CopiedInterface
 
 __all__ = ["Replicas"]

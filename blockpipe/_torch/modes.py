@@ -72,6 +72,10 @@ push_dispatch_mode = _python_dispatch._push_mode
 pop_dispatch_mode: Callable[[], DispatchMode] = _python_dispatch._pop_mode
 """Take the innermost dispatch mode off; as :data:`pop_function_mode`."""
 
+without_dispatch_modes = _python_dispatch._disable_current_modes
+"""A context manager: no dispatch mode of this thread's sees what is called. Modes can be left in
+public by who has entered them."""
+
 # --- context managers
 
 KEPT_BY_CONTEXTS: dict[type, tuple[str, ...]] = {

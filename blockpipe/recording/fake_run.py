@@ -31,6 +31,7 @@ from ..devices.devices import is_on_meta
 from ..devices.rng_streams import every_source, preserve_rng
 from ..errors import BlockpipeError, IsolationError, RecordingError
 from ..restoring.holders import Holder
+from ..restoring.kept_imports import kept_imports
 from ..restoring.leaked_tensors import TrackedFakes
 from ..restoring.model_state import ModelState
 from ..restoring.restored_thread import leaves_intact, modes_around
@@ -305,6 +306,8 @@ def _with_fakes(
         for each in (UsersListeners(), modes, state):
             stack.enter_context(each)
             request.undone.callback(each.restore_again)
+        request.states.extend((modes, state))
+        stack.enter_context(kept_imports(request.states))
         stack.enter_context(preserve_rng(every_source()))
         # There a model takes any sample: only its shapes count.
         in_one_place = on_meta or (homes is not None and request.devices is None)

@@ -29,6 +29,7 @@ from ..devices.gathered import gathered
 from ..devices.rng_streams import SettingGenerators, every_source, preserve_rng
 from ..errors import BlockpipeError, RecordingError
 from ..restoring.holders import Holder
+from ..restoring.kept_imports import kept_imports
 from ..restoring.model_state import ModelState
 from ..restoring.restored_thread import leaves_intact, modes_around
 from ..restoring.writes_undone import WritesUndone
@@ -255,7 +256,9 @@ def run_for_real(request: RecordRequest, watch: Callable[[RecordRequest, list[Ho
     for each in (handlers, modes, state):
         request.undone.callback(each.restore_again)
     undone = WritesUndone(model, state.tensors_beside())
-    with handlers, modes, state, preserve_rng(every_source()), undone:
+    request.states.extend((modes, state))
+    imports = kept_imports(request.states)
+    with handlers, modes, state, imports, preserve_rng(every_source()), undone:
         # Copies: the forward may write to its inputs, and it will run again.
         where = _one_device_of(model) if request.devices is None else None
         copied = partial(_copy_of, where=where)

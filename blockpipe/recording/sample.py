@@ -25,6 +25,7 @@ from ..batches.microbatch import BatchPart
 from ..errors import RecordingError
 from ..restoring.held_signals import HeldSignals
 from ..restoring.holders import Holder
+from ..restoring.model_state import ModelState
 from .plain_values.still_code import Hook
 from .plan_resolution import Planned
 from .watching.late.crossed_memory import CrossedMemory
@@ -50,6 +51,7 @@ class RecordRequest:
         signals: holds signals back; interrupts are let through between two operations.
         undone: its end puts back what runs of the forward have changed, once more: when what a run
             made goes, finalizers run (``__del__``), and some of it goes only with an error.
+        states: what that puts back.
         on_index: is given each value that the forward uses as an index, with the line; ``None``:
             nobody asks.
         crossed: the memory of what has crossed in the first of two runs.
@@ -68,6 +70,7 @@ class RecordRequest:
     loss_fn: Callable[..., Any] | None = None
     signals: HeldSignals = field(default_factory=HeldSignals)
     undone: ExitStack = field(default_factory=ExitStack)
+    states: list[ModelState] = field(default_factory=list)
     on_index: Callable[[Any, str], None] | None = None
     crossed: CrossedMemory = field(default_factory=CrossedMemory)
 

@@ -198,22 +198,13 @@ class ModelState:
             self.caches.append(value)
             its_own = is_users(getattr(value, "__module__", None))
             return self._hold(CacheHolder(value, restores=its_own))
-        if isinstance(value, ContextVar):
-            return (value.get(None),)
-        if isinstance(value, _SHOWS):
-            return gc.get_referents(value)  # the dictionary
-        if isinstance(value, Context):
-            self._has_iterators = True  # it is lent as they are
-            return [*value.values()]
-        if is_iterator(value):
-            self._has_iterators = True
+        if isinstance(value, Context) or is_iterator(value):
+            self._has_iterators = True  # what is lent
             # A generator is not advanced, so the objects that it holds do not change.
             is_refused = isinstance(value, types.GeneratorType) or is_of_loader(value)
             return () if is_refused else _behind(value)
-        if isinstance(value, BOUND):
-            return (value.__self__,)
-        if isinstance(value, weakref.ref):
-            return (value(),)
+        if (shown := _shown_by(value)) is not None:
+            return shown
         if not self._contents:
             return objects_in(value)
         content = content_of(value)
@@ -294,8 +285,23 @@ def _is_open(value: Any) -> bool:
     return isinstance(value, Tensor) or f"{type(value).__module__}.".startswith(_OPEN)
 
 
+def _shown_by(value: Any) -> Iterable[Any] | None:
+    """Return what leads through an object that holds nothing itself; ``None`` for others."""
+    if isinstance(value, ContextVar):
+        with suppress(LookupError):  # else it has no value
+            return (value.get(),)
+        return ()
+    if isinstance(value, _SHOWS):
+        return gc.get_referents(value)  # the dictionary
+    if isinstance(value, BOUND):
+        return (value.__self__,)
+    return (value(),) if isinstance(value, weakref.ref) else None
+
+
 def _behind(iterator: Any) -> list[Any]:
-    """Return the objects that an iterator holds."""
+    """Return the objects that an iterator, or a context, holds."""
+    if isinstance(iterator, Context):
+        return [*iterator.values()]
     found = gc.get_referents(iterator)
     if not isinstance(iterator, itertools.zip_longest):
         return found

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from .._torch.graph import stepping_hooks
 from ..devices.rng_streams import Source, preserve_rng
+from .copies.whole_copies import copied_whole
 from .held_signals import RestoredWhole
 from .model_state import ModelState
-from .whole_copies import copied_whole
 
 
 class PreservedModel:

@@ -60,6 +60,25 @@ def test_what_a_context_variable_holds_is_refused_where_another_stage_reads_it()
         STATS.reset(token)
 
 
+LASTING = contextvars.ContextVar("lasting", default={"n": 0})  # noqa: B039 - as users do
+
+
+@pytest.mark.parametrize("reads_elsewhere", [False, True])
+def test_what_a_context_variable_has_by_default_is_a_value_too(
+    reads_elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "STATS", LASTING)
+    monkeypatch.setitem(LASTING.get(), "n", 0)
+    net = Counts(reads_elsewhere=reads_elsewhere)
+    if reads_elsewhere:
+        with pytest.raises(StateError, match="entry 'n' of a dict"):
+            bp.Pipeline(net, devices=stages(2), chunks=4).forward_backward(
+                torch.randn(8, 4), loss_fn=torch.sum
+            )
+    bp.record(net, torch.ones(2, 4))
+    assert LASTING.get()["n"] == 0
+
+
 def test_a_context_of_the_models_own_is_as_it_was_after_a_recording() -> None:
     class Own(nn.Linear):
         def __init__(self) -> None:

@@ -33,8 +33,8 @@ from ...reports.verify.result import (
 )
 from ...reports.verify.run import joining
 from ...reports.verify.whole_batch import against_whole_batch
+from ...restoring.copies.whole_copies import copied_whole
 from ...restoring.preserved import PreservedModel, fresh_copy
-from ...restoring.whole_copies import copied_whole
 from ..agreement import Agreement, Kind
 from ..replicas import StageReplicas
 from ..stage_places import StagePlaces

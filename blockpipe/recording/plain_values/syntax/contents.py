@@ -88,7 +88,10 @@ def _by_method(owner: Any, name: str, args: list[Any]) -> Any:
     if isinstance(owner, tuple) and name in _OF_FIELDS and hasattr(owner, "_fields"):
         return dict(zip(owner._fields, owner, strict=True)) if name == "_asdict" else owner
     if isinstance(owner, ContextVar):
-        return owner.get(args[0] if args else NOT_MADE) if name == "get" else NOT_MADE
+        try:
+            return owner.get(*args[:1]) if name == "get" else NOT_MADE
+        except LookupError:  # as in the user's own call
+            return NOT_MADE
     if not _is_looked_into(owner, name):
         return NOT_MADE
     if isinstance(owner, dict):

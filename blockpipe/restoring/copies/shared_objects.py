@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch.tensors import version_of
-from .contents import is_generator
-from .holders import CacheHolder, ContentHolder, Holder
-from .iterators import is_iterator
-from .model_state import ModelState
+from ..._torch.tensors import version_of
+from ..contents import is_generator
+from ..holders import CacheHolder, ContentHolder, Holder
+from ..iterators import is_iterator
+from ..model_state import ModelState
 
 _PLAIN = frozenset([bool, int, float, complex, str, bytes, tuple, type(None)])
 

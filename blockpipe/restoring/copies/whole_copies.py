@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from .holders import AttributesHolder, DictHolder, Holder, SequenceHolder, SlotsHolder
-from .model_state import MOST_OBJECTS, ModelState
+from ..holders import AttributesHolder, DictHolder, Holder, SequenceHolder, SlotsHolder
+from ..model_state import MOST_OBJECTS, ModelState
 
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _REFERENCES = (weakref.ref, weakref.WeakMethod)

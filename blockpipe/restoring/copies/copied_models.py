@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._common.callsite import users_line
-from .._torch.graph import hooks_of_leaf
-from .._torch.modules import pruned_names
-from .._torch.tensors import version_of
-from ..errors import UsageError
-from .holders import AttributesHolder, DictHolder, Holder, SequenceHolder
-from .model_state import ModelState
+from ..._common.callsite import users_line
+from ..._torch.graph import hooks_of_leaf
+from ..._torch.modules import pruned_names
+from ..._torch.tensors import version_of
+from ...errors import UsageError
+from ..holders import AttributesHolder, DictHolder, Holder, SequenceHolder
+from ..model_state import ModelState
 from .whole_copies import copied_whole
 
 _PLAIN = frozenset([bool, int, float, complex, str, bytes, type(None)])

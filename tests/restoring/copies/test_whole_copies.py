@@ -13,10 +13,10 @@ from torch.nn.functional import mse_loss
 
 import blockpipe as bp
 from blockpipe.replicas import Replicas
-from blockpipe.restoring.whole_copies import copied_whole
+from blockpipe.restoring.copies.whole_copies import copied_whole
 
-from ..parity import plain_step
-from ..stage_devices import assert_close, stages
+from ...parity import plain_step
+from ...stage_devices import assert_close, stages
 
 
 class Leads(nn.Module):
