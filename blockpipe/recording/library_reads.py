@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from .._common.callsite import users_line
-from .._common.libraries import is_users
+from .._common.libraries import has_users_code, is_users
 from .._torch.modules import within
 from ..restoring.holders import Holder
 from .calls import Call
@@ -74,7 +74,7 @@ class LibraryReads:
         of a library's reads what it names."""
         if (kind := (type(owner), name)) not in self._codes:
             self._codes[kind] = _librarys_code(*kind) if isinstance(name, str) else None
-        if (code := self._codes[kind]) is not None and name not in own_attributes(owner):
+        if (code := self._codes[kind]) is not None and _is_methods(own_attributes(owner), name):
             self._asked.setdefault(id(owner), (owner, {}))[1].setdefault((code, hop), where)
 
     def asked_for(self, owner: Any, key: Any) -> Iterator[tuple[int, str]]:
@@ -130,6 +130,16 @@ class LibraryReads:
                 if not isinstance(value, _PLAIN):
                     found[id(value)].append(module)
         return found
+
+
+def _is_methods(own: Mapping[str, Any], name: str) -> bool:
+    """Whether a name stands for the method of the class, or for what a library has put around it
+    in the object itself (``functools.wraps``)."""
+    return name not in own or (
+        isinstance(own[name], types.FunctionType)
+        and hasattr(own[name], "__wrapped__")
+        and not has_users_code(own[name])
+    )
 
 
 def _is_inside(owner: Any, module: Any) -> bool:

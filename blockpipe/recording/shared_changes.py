@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .._common.callsite import users_line
+from .._common.libraries import is_users
 from .._common.modules import STATE
 from .._common.threads.thread_state import autocast_states
 from .._torch.modes import is_in_forward_mode
@@ -201,6 +202,20 @@ class SharedChanges:
         """Whether operations ran under other switches than those around the forward."""
         return self.changes_process or bool(self._switched)
 
+    def set_by_libraries(self, result: Recording) -> Iterator[tuple[nn.Module, str, set[int], str]]:
+        """Yield the attributes of libraries' modules that a call has changed, each with the module,
+        the name, and the hops and the first line of its calls; called when the forward is over."""
+        hops = hops_by_path(result.calls, starts=True)
+        where = {c.path: c.where for c in reversed(result.calls) if c.hop is not None}  # the first
+        modules = dict(self._model.named_modules())
+        for path, module in modules.items():
+            # Changes that were not undone. Parameters and buffers that stay replaced are state.
+            if path in self._attributes:
+                self._compare(path, self._attributes[path], _attributes(module))
+        for path, name in self._changed:
+            if path in hops and path in modules and not is_users(type(modules[path]).__module__):
+                yield modules[path], name, hops[path], where[path]
+
     def found(
         self,
         result: Recording,
@@ -208,7 +223,7 @@ class SharedChanges:
         reads: NamesRead,
         read_on: Callable[[Tensor], set[int]],
     ) -> Iterator[SharedChange]:
-        """Yield the changes that several hops see; called when the forward is over.
+        """Yield the changes that several hops see; called after :meth:`set_by_libraries`.
 
         Args:
             result: the recording, with its hops and calls.
@@ -216,10 +231,6 @@ class SharedChanges:
             reads: the names that the user's code reads.
             read_on: returns the hops that read a tensor.
         """
-        for path, module in self._model.named_modules():
-            # Changes that were not undone. Parameters and buffers that stay replaced are state.
-            if path in self._attributes:
-                self._compare(path, self._attributes[path], _attributes(module))
         result.changes_process = self.changes_process
         result.changing = {f"{path}.{name}" for path, name in self._changed}
         result.changing |= set(self._rebound())

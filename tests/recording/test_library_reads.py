@@ -238,3 +238,50 @@ def test_arrays_that_a_librarys_object_holds_are_read_where_it_is_used() -> None
     pipe = bp.Pipeline(Sparse(), devices=stages(2), chunks=4)
     with pytest.raises(StateError, match="changes a ndarray"):
         pipe.forward_backward(torch.randn(8, 4), loss_fn=square)
+
+
+class Measured(nn.Module):
+    """Its second stage calls a metric, and its first one reads it."""
+
+    def __init__(self, metric: nn.Module, read: Callable[[Any], Tensor], *, on: int) -> None:
+        super().__init__()
+        self.a, self.b, self.metric = nn.Linear(4, 4), nn.Linear(4, 4), metric
+        self.read, self.on = read, on
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x) * (1 + self.read(self.metric)) if self.on == 0 else self.a(x)
+        with bp.Block(stage=1):
+            self.metric(h.detach().abs().mean())
+            h = self.b(h)
+            return h * (1 + self.read(self.metric)) if self.on else h
+
+
+@pytest.mark.cpu("a metric of torchmetrics keeps its state on the host")
+@pytest.mark.parametrize("on", [0, 1])
+@pytest.mark.parametrize(
+    "read",
+    [lambda metric: metric.sum_value.item(), lambda metric: metric.sum_value],
+    ids=["number", "tensor"],
+)
+def test_what_the_call_of_a_librarys_module_replaces_is_refused_where_another_stage_reads_it(
+    read: Callable[[Any], Tensor], on: int
+) -> None:
+    """Attack 41: in a metric that is called, and not updated, it was another micro-batch's."""
+    torchmetrics = pytest.importorskip("torchmetrics")
+    net = Measured(torchmetrics.SumMetric(), read, on=on)
+    if on:
+        check_trains_alike(net)
+        return
+    with pytest.raises(StateError, match="sum_value|belongs to micro-batch"):
+        check_trains_alike(net)
+
+
+@pytest.mark.cpu("a metric of torchmetrics keeps its state on the host")
+@pytest.mark.filterwarnings("ignore:The ``compute``")
+def test_what_a_method_of_a_library_reads_is_refused_where_another_stage_replaces_it():
+    """The method is put around itself in the object."""
+    torchmetrics = pytest.importorskip("torchmetrics")
+    net = Measured(torchmetrics.SumMetric(), lambda metric: metric.compute().item(), on=0)
+    with pytest.raises(StateError, match="under way at once"):
+        check_trains_alike(net)

@@ -362,6 +362,8 @@ def _note_state(
     recorder.outside.look(recorder.hop)
     read_on = partial(hops_reading, recorder.held, recorder.outside_tensors)
     reads = NamesRead((holder.owner for holder in holders), model.modules())
+    for of_module in recorder.changes.set_by_libraries(result):
+        values.known.changed(*of_module)
     for change in recorder.outside.changed():
         values.known.changed(*change)
         result.changes_unseen |= not values.traces
