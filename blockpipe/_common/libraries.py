@@ -45,7 +45,20 @@ def is_users(module: str | None) -> bool:
 def has_users_code(function: types.FunctionType) -> bool:
     """Whether a function's code is the user's own. A decorator's function names the module of the
     one that it is around: a library's (``@torch.compile``) around the user's, or the reverse."""
-    return is_users(function.__globals__.get("__name__"))
+    return not is_mock(function) and is_users(function.__globals__.get("__name__"))
+
+
+def is_mock(value: Any) -> bool:
+    """Return whether an object is one of :mod:`unittest.mock`'s: to ask its class for a name, such
+    as ``__next__``, makes another one."""
+    mock = sys.modules.get("unittest.mock")
+    return mock is not None and issubclass(type(value), mock.NonCallableMock)
+
+
+def poses(value: Any) -> bool:
+    """Return whether an object says that it is of another class than it is, as mocks do that have a
+    ``spec``: of what ``isinstance`` says of them, nothing is there."""
+    return is_mock(value) and value.__class__ is not type(value)
 
 
 def given_to_libraries(classes: Iterable[type]) -> Iterator[Any]:

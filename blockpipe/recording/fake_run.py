@@ -296,14 +296,15 @@ def _with_fakes(
         name: fakes.of(tensor, None if homes is None else homes.get(name))
         for name, tensor in real.items()
     }
-    modes = ModelState(values=False, others=modes_around())
+    modes, listeners = ModelState(values=False, others=modes_around()), UsersListeners()
+    beside = [*modes.holders, *listeners.holders]
     stand_ins = {id(tensor): swapped[name] for name, tensor in real.items()}
-    request = replace(request, stand_ins=stand_ins, hooks=hooks_in(model), modes=modes.holders)
+    request = replace(request, stand_ins=stand_ins, hooks=hooks_in(model), modes=beside)
     with ExitStack() as stack:
         stack.callback(mode.empty_caches, state.caches)  # also if it is to be run for real now
         # What is beside is restored last: while the forward ran, the state of the model may have
         # come upon it too.
-        for each in (UsersListeners(), modes, state):
+        for each in (listeners, modes, state):
             stack.enter_context(each)
             request.undone.callback(each.restore_again)
         request.states.extend((modes, state))

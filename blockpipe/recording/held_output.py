@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from .._common.libraries import is_users
-from ..restoring.holders import CacheHolder
+from ..restoring.holders import CacheHolder, Holder
 from ..restoring.model_state import ModelState
 
 _OWN = f"{__name__.partition('.')[0]}."
@@ -189,6 +189,11 @@ class UsersListeners:
     def __init__(self) -> None:
         self._state = ModelState(values=False, others=_users_listeners())
         self._has_logged = False
+
+    @property
+    def holders(self) -> list[Holder]:
+        """What holds the state of the objects that they reach."""
+        return self._state.holders
 
     def __enter__(self) -> None:
         me = threading.get_ident()

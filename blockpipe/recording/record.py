@@ -264,7 +264,8 @@ def run_for_real(request: RecordRequest, watch: Callable[[RecordRequest, list[Ho
         copied = partial(_copy_of, where=where)
         given, named = map_sharing(copied, (tuple(args), kwargs))
         hooks = hooks_in(model)
-        request = replace(request, args=given, kwargs=named, hooks=hooks, modes=modes.holders)
+        beside = [*modes.holders, *handlers.holders]
+        request = replace(request, args=given, kwargs=named, hooks=hooks, modes=beside)
         return watch(request, state.holders)
 
 

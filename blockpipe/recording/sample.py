@@ -46,7 +46,7 @@ class RecordRequest:
         stand_ins: by the id of each parameter and buffer, the fake one in its place. Code that has
             a parameter in a plain list of its own still finds the real one there.
         hooks: what a backward calls. The fake parameters have none.
-        modes: the objects that the user's modes around the forward reach.
+        modes: the objects that the user's modes around the forward reach, and handlers of logging.
         loss_fn: what a step calls with the output; ``None``: nothing, or it is not known.
         signals: holds signals back; interrupts are let through between two operations.
         undone: its end puts back what runs of the forward have changed, once more: when what a run

@@ -16,6 +16,7 @@ from contextvars import Context
 from typing import Any, NoReturn
 
 from .._common.callsite import users_line
+from .._common.libraries import is_mock
 from ..errors import RecordingError
 
 _MODULES = frozenset(["builtins", "itertools", "_collections", "array"])
@@ -28,7 +29,7 @@ def is_iterator(value: Any) -> bool:
     one without attributes. An iterator of a user's class has some, which can be restored, and a
     file has a position."""
     kind = type(value)
-    if not hasattr(kind, "__next__"):
+    if is_mock(value) or not hasattr(kind, "__next__"):
         return False
     if kind.__module__ in _MODULES or is_of_loader(value):
         return True

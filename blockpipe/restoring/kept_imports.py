@@ -1,9 +1,9 @@
-"""Keep what the import of a module of the user's sets, where a recorded forward is the first to
-import it.
+"""Keep what the import of a module sets, where a recorded forward is the first to import it.
 
 The module stays in ``sys.modules``, so that no later import runs its code again: what it has set,
 in itself and elsewhere, such as an entry in a registry, must stay as well. The code of a module is
-no part of the forward. It runs without the recording's modes, and nobody watches it.
+no part of the forward. It runs without the recording's modes, which would make fake tensors of its
+tables, and nobody watches it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
 from typing import Any
 
-from .._common.libraries import is_users
 from .._common.threads.thread_state import ours
 from .._torch.modes import without_dispatch_modes, without_torch_functions
 from .holders import Holder
@@ -35,7 +34,7 @@ def kept_imports(states: Sequence[ModelState]) -> Iterator[None]:
     thread, execute, depth = threading.get_ident(), SourceFileLoader.exec_module, [0]
 
     def exec_module(loader: SourceFileLoader, module: types.ModuleType) -> None:
-        if threading.get_ident() != thread or depth[0] or not is_users(module.__name__):
+        if threading.get_ident() != thread or depth[0]:
             execute(loader, module)
             return
         depth[0] += 1

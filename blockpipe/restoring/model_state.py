@@ -19,13 +19,21 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from contextvars import Context, ContextVar
+from itertools import filterfalse
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._common.imports import imported_in
-from .._common.libraries import FOREIGN, given_by_name, given_to_libraries, has_users_code, is_users
+from .._common.libraries import (
+    FOREIGN,
+    given_by_name,
+    given_to_libraries,
+    has_users_code,
+    is_mock,
+    is_users,
+)
 from .._common.nested import tensors
 from .._torch.modules import hooks_of_all_modules
 from .._torch.patched_functions import in_place_of_torchs
@@ -151,9 +159,9 @@ class ModelState:
 
     def _look_at(self, value: Any) -> Iterable[Any]:
         """Save one object's members, and return the objects to look at next."""
-        if type(value) in _NO_STATE or isinstance(value, types.ModuleType):
+        if type(value) in _NO_STATE or id(value) in self._seen:
             return ()
-        if id(value) in self._seen:
+        if isinstance(value, types.ModuleType) and not is_users(value.__name__):
             return ()
         if len(self._seen) >= MOST_OBJECTS:
             return ()
@@ -162,6 +170,10 @@ class ModelState:
             with suppress(ReferenceError):  # its object is gone
                 return (value.__repr__.__self__,)
             return ()
+        if isinstance(value, types.ModuleType):  # that an attribute or an entry is
+            return [one for one in vars(value).values() if _is_defined_in(one, value)]
+        if is_mock(value):
+            return self._hold(AttributesHolder(vars(value), value))
         if isinstance(value, type):
             return self._look_at_class(value)
         found, kind = self._look_into(value), type(value)
@@ -236,16 +248,17 @@ class ModelState:
         modules."""
         found = self._hold(FunctionHolder(function))
         if has_users_code(function):
-            found += imported_in(function)
+            imported = imported_in(function)
+            spaces = [function.__globals__, *_spaces_of((*found, *imported))]
+            found += filterfalse(_is_module, imported)
             read, seen = frozenset(names_in(function.__code__)), set[int]()
-            spaces = [function.__globals__, *_spaces_of(found)]
             while spaces:
                 names = spaces.pop()
                 if id(names) not in seen:
                     seen.add(id(names))
                     values = self._hold(NamesHolder(names, read, function))
                     spaces += _spaces_of(values)
-                    found += values
+                    found += filterfalse(_is_module, values)  # of these, the names that are read
                     for module in filter(_is_module, values):
                         found += given_by_name(module, read)
         attributes = function.__dict__
@@ -307,6 +320,14 @@ def _behind(iterator: Any) -> list[Any]:
         return found
     # Where one of its iterators has ended, its tuple holds nothing there: to read that is a crash.
     return gc.get_referents(*(one for one in found if isinstance(one, tuple)))
+
+
+def _is_defined_in(value: Any, module: types.ModuleType) -> bool:
+    """Whether a module's function or class is its own, and not one that it has imported; of other
+    objects, whether they may be."""
+    if isinstance(value, types.FunctionType | type):
+        return value.__module__ == module.__name__
+    return is_users(type(value).__module__) or type(value) in (dict, list, set, deque)
 
 
 def _is_module(value: Any) -> bool:

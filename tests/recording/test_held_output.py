@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import blockpipe as bp
-from blockpipe.errors import RecordingError
+from blockpipe.errors import RecordingError, StateError
 
 from ..models import square
 from ..stage_devices import stages
@@ -102,6 +102,42 @@ def test_what_another_thread_logs_during_a_recording_is_kept(real: bool) -> None
         thread.join()
         logger.removeHandler(keeps)
     assert keeps.lines == ["there"]
+
+
+class Alarms(logging.Handler):
+    """Counts what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.count += 1
+
+
+class Alarmed(nn.Module):
+    """Logs on its first stage, and on the second one reads what a handler has counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.log = nn.Linear(4, 4), nn.Linear(4, 4), logging.getLogger("alarms")
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            self.log.warning("here")
+            h = self.a(x)
+        with bp.Block(stage=1):
+            return self.b(h) / (1 + self.log.handlers[0].count)  # type: ignore[attr-defined]
+
+
+def test_what_a_handler_counts_is_refused_where_another_stage_reads_it() -> None:
+    logging.getLogger("alarms").addHandler(handler := Alarms())
+    try:
+        with pytest.raises(StateError, match="count"):
+            _step(Alarmed())
+        assert handler.count == 0
+    finally:
+        logging.getLogger("alarms").removeHandler(handler)
 
 
 class Once(logging.Filter):

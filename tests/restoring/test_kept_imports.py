@@ -65,6 +65,32 @@ class Imports(nn.Module):
             return act(self.b(h)) * kept_plugin.SCALE * count + kept_plugin.TABLE.to(h.device)
 
 
+def test_a_table_of_a_library_that_the_forward_imports_is_no_fake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attack 41: the recording left one in the library, for the plain model as well."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "kept_windows.py").write_text("import torch\nHANN = torch.arange(4.0) + 1\n")
+    monkeypatch.syspath_prepend(str(folder))
+    importlib.invalidate_caches()
+
+    class Windowed(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            from kept_windows import HANN
+
+            return super().forward(x) * HANN.to(x.device)
+
+    net = bp.begin_blocks(nn.Sequential(nn.Linear(4, 4), Windowed(4, 4)), {"1": 1})
+    try:
+        recording = bp.record(net, torch.ones(2, 4))
+        assert recording.route == [0, 1]
+        assert type(sys.modules["kept_windows"].HANN) is Tensor
+        assert net(torch.ones(2, 4)).isfinite().all()
+    finally:
+        sys.modules.pop("kept_windows", None)
+
+
 @pytest.mark.parametrize("real", [False, True])
 def test_what_an_import_in_the_forward_sets_stays(registry: ModuleType, real: bool) -> None:
     """Attack 41: it was taken away, and the module stayed, so that no later import set it again."""

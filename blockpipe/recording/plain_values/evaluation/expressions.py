@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...._common.imports import module_named
+from ...._common.libraries import poses
 from ...._torch.modules import FOUND_BY, children_of
 from ....restoring.holders import CacheHolder
 from ..syntax.accesses import Access
@@ -97,6 +98,7 @@ class Frame:
             found = self._evaluated(node)
             # What a proxy answers, its object answers.
             is_proxy = type(found) in weakref.ProxyTypes
+            found = UNKNOWN if poses(found) else found
             self._values[node] = found.__repr__.__self__ if is_proxy else found
         return self._values[node]
 

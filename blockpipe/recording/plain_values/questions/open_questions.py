@@ -35,6 +35,7 @@ from ..syntax.effects import (
     asked_for_values,
     name_called,
 )
+from ..syntax.uses import Use
 from .sizes_by_data import has_size_by_data
 
 _SURE = (nn.Module, type, types.ModuleType, types.FunctionType, type(None))
@@ -117,7 +118,7 @@ class _Values:
         self._under_way.add(key)
         try:
             sources = sources_of(frame.code, node.id)
-            behind = (*sources, *fills(frame.code, node.id))
+            behind = (*sources, *_filled_with(node, frame))
             if any(self._value_may_differ(one, frame) for one in behind):
                 return True
             return not sources and self._argument_may_differ(node.id, value, frame)
@@ -250,7 +251,8 @@ def _asks_for_set(call: ast.Call, frame: Frame, known: KnownValues) -> bool:
         inner = Frame(still, {}, None)  # type: ignore[arg-type]
         for accesses in accesses_of(still.f_code).values():
             with contextlib.suppress(Exception):  # of an object that cannot be looked at
-                if any(access.reads and _sets(access, inner, known) for access in accesses):
+                asked = (one for one in accesses if one.reads and one.use is not Use.WRITE)
+                if any(_sets(access, inner, known) for access in asked):
                     return True
     return False
 
@@ -270,9 +272,15 @@ def _behind(questions: Iterable[ast.AST], frame: Frame) -> Iterator[ast.AST]:
         for part in ast.walk(todo.pop()):
             if isinstance(part, ast.Name) and part.id not in seen:
                 seen.add(part.id)
-                sources = [*sources_of(frame.code, part.id), *fills(frame.code, part.id)]
+                sources = [*sources_of(frame.code, part.id), *_filled_with(part, frame)]
                 todo += sources
                 yield from (inner for one in sources for inner in ast.walk(one))
+
+
+def _filled_with(name: ast.Name, frame: Frame) -> Iterable[ast.AST]:
+    """Return what the content of a variable follows from, if it is one that has some."""
+    value = frame.evaluated(name)
+    return () if isinstance(value, _SURE) else fills(frame.code, name.id)
 
 
 def _but_identity(question: ast.AST) -> Iterator[ast.AST]:
