@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 import blockpipe as bp
 from blockpipe.errors import StateError
 
-from ..alike import DEVICE
+from ..alike import DEVICE, check_trains_alike
 from ..parity import assert_same_gradients, plain_step
 from ..stage_devices import stages
 
@@ -282,9 +282,16 @@ def _no_import(net: Net, x: Tensor, h: Tensor) -> Tensor:
     return h * math.pi
 
 
+def _skips(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    skips = [h]
+    if skips:
+        h = h + skips.pop()
+    return h
+
+
 @pytest.mark.parametrize(
     "damp",
-    [_setting, _early_end, _constant_name, _in_a_comprehension, _kind, _no_import],
+    [_skips, _setting, _early_end, _constant_name, _in_a_comprehension, _kind, _no_import],
     ids=lambda damp: damp.__name__,
 )
 def test_a_branch_that_no_data_decide_is_none_of_them(damp: Damp) -> None:
@@ -297,3 +304,28 @@ def test_a_branch_that_no_data_decide_is_none_of_them(damp: Damp) -> None:
         pipe.forward_backward(X, target=X, loss_fn=mse_loss)
         step()
     assert_same_gradients(net, plain)
+
+
+class Skips(nn.Module):
+    """Keeps tensors in a list; its forward reads no data, and so none decide whether some are left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.seen = nn.Linear(4, 4), nn.Linear(4, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        with bp.Block(stage=0):
+            self.seen += 1
+            h = self.a(x)
+            skips.append(h)
+        with bp.Block(stage=1):
+            if skips:
+                h = h + skips.pop()
+            if skips:
+                h = h / self.seen
+            return self.b(h)
+
+
+def test_a_list_of_tensors_is_no_question_where_no_data_are_read() -> None:
+    check_trains_alike(Skips())

@@ -160,11 +160,11 @@ class _Values:
         return self._calls or any(self.may_differ(one, frame) for one in given)
 
     def _value_may_differ(self, node: ast.AST, frame: Frame) -> bool:
-        """The same where the values of tensors count."""
+        """The same where the values of tensors count, which no forward on fake ones asks for."""
         is_tensor = isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and isinstance(
             frame.evaluated(node), Tensor
         )
-        return is_tensor or self.may_differ(node, frame)
+        return (is_tensor and not self._known.fake) or self.may_differ(node, frame)
 
     def _size_may_differ(self, node: ast.expr, frame: Frame) -> bool:
         """Whether the size of what an expression gives may be another one for other data."""
@@ -272,6 +272,8 @@ def _behind(questions: Iterable[ast.AST], frame: Frame) -> Iterator[ast.AST]:
         for part in ast.walk(todo.pop()):
             if isinstance(part, ast.Name) and part.id not in seen:
                 seen.add(part.id)
+                if _is_tensor(part, frame):  # what is read of it is asked where it is read
+                    continue
                 sources = [*sources_of(frame.code, part.id), *_filled_with(part, frame)]
                 todo += sources
                 yield from (inner for one in sources for inner in ast.walk(one))
