@@ -23,6 +23,7 @@ from ..._torch.tensors import extent_of, memory_of, overlapping
 from ...batches.losses import kind_of
 from ...crossing.torch_patches import Replacement
 from ...errors import StateError, UsageError
+from .out_of_reach import named_elsewhere
 
 _REMEDY = "compute it in the forward, and have the model return it"
 
@@ -47,9 +48,7 @@ class LossWatch:
     ) -> None:
         self._seen: set[Any] = set()  # kinds of losses
         self._is_alone = is_alone
-        here = {id(tensor) for tensor in own}
-        held = (*model.named_parameters(), *model.named_buffers())
-        self._weights = {id(t): (name, t) for name, t in held if id(t) not in here}
+        self._weights = named_elsewhere(model, own)
         self._left = [*left]
 
     @contextmanager

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..._common.callsite import users_line
 from ..._common.nested import tensors
@@ -30,6 +30,14 @@ _SAME_EVERYWHERE = frozenset(
 )
 
 
+def named_elsewhere(model: nn.Module, own: Iterable[Tensor]) -> dict[int, tuple[str, Tensor]]:
+    """Return the parameters and buffers of a model that are none of a process's own, each with its
+    name, by their ids."""
+    here = {id(tensor) for tensor in own}
+    held = (*model.named_parameters(), *model.named_buffers())
+    return {id(tensor): (name, tensor) for name, tensor in held if id(tensor) not in here}
+
+
 class OutOfReach:
     """The parameters and buffers of a model that are in none of some stages.
 
@@ -39,16 +47,14 @@ class OutOfReach:
     """
 
     def __init__(self, model: nn.Module, stages: Iterable[nn.Module]) -> None:
-        own = {id(t) for stage in stages for t in (*stage.parameters(), *stage.buffers())}
-        held = (*model.named_parameters(), *model.named_buffers())
-        self._tensors = [tensor for _, tensor in held if id(tensor) not in own]
-        self._names = {id(tensor): name for name, tensor in held if id(tensor) not in own}
+        own = [t for stage in stages for t in (*stage.parameters(), *stage.buffers())]
+        self._named = named_elsewhere(model, own)
         self._kinds: dict[type, type] = {}
 
     @contextmanager
     def during(self) -> Iterator[None]:
         """Have code that reads one of them during the block raise :class:`StateError`."""
-        before = [(tensor, type(tensor)) for tensor in self._tensors]
+        before = [(tensor, type(tensor)) for _, tensor in self._named.values()]
         try:
             for tensor, kind in before:
                 tensor.__class__ = self._refusing(kind)
@@ -79,10 +85,11 @@ class OutOfReach:
         if _asked(func) in _SAME_EVERYWHERE:
             with without_torch_functions():
                 return func(*args, **given)
-        names = (self._names.get(id(tensor)) for tensor in tensors((args, given)))
+        read = (id(tensor) for tensor in tensors((args, given)))
+        names = (self._named[key][0] for key in read if key in self._named)
         raise StateError(  # no TypeError, which operators take for "not implemented"
             "expected stages to read what their process has, got code that reads "
-            f"{next(filter(None, names), 'a tensor')!r}, whose value is in another process "
+            f"{next(names, 'a tensor')!r}, whose value is in another process "
             f"({users_line()}), and did not when it was recorded; read it in each forward, on the "
             "way from the stage's inputs to its outputs"
         )

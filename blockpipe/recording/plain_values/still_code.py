@@ -33,7 +33,7 @@ from ..._torch.modules import (
 from ...batches.losses import WeightedLoss
 from .evaluation.expressions import Frame, members_of
 from .evaluation.members import UNKNOWN, attribute_in, is_one_of, member_of
-from .evaluation.still_frames import Given, Results, StillFrame, or_unknown, some_of
+from .evaluation.still_frames import Given, Results, StillFrame, chosen_among, or_unknown, some_of
 from .syntax.accesses import (
     Access,
     accesses_of,
@@ -352,10 +352,4 @@ def _chosen_by(node: ast.expr, frame: Frame) -> Iterator[Any]:
     another one in the next step."""
     yield or_unknown(frame.bound, node)
     if isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Constant):
-        written = getattr(node.value, "values", getattr(node.value, "elts", ()))  # {"l1": self.l1}
-        yield from (or_unknown(frame.bound, one) for one in written)
-        table = or_unknown(frame.evaluated, node.value)
-        if isinstance(table, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-            table = children_of(table)
-        if isinstance(table, list | tuple | dict):
-            yield from some_of(table.values() if isinstance(table, dict) else table)
+        yield from chosen_among(node, frame)

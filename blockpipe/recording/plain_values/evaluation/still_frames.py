@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ...._common.libraries import is_users
+from ...._torch.modules import children_of
 from ..syntax.accesses import accesses_of, assignments_of, loops_of, returned_by, sources_of
 from .expressions import Frame, members_of
 from .members import UNKNOWN, attribute_in, makes_new, own_attributes
@@ -332,6 +333,17 @@ def _spread(nodes: list[ast.expr], frame: Frame) -> Iterator[Any]:
             continue
         values = or_unknown(frame.evaluated, node.value)
         yield from values if isinstance(values, tuple | list) else (_REST,)
+
+
+def chosen_among(node: ast.Subscript, frame: Frame) -> Iterator[Any]:
+    """Yield what an index may choose: the members of a display, of a container, or of modules."""
+    written = getattr(node.value, "values", getattr(node.value, "elts", ()))  # {"l1": self.l1}
+    yield from (or_unknown(frame.bound, one) for one in written)
+    table = or_unknown(frame.evaluated, node.value)
+    if isinstance(table, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        table = children_of(table)
+    if isinstance(table, list | tuple | dict):
+        yield from some_of(table.values() if isinstance(table, dict) else table)
 
 
 def some_of(members: Iterable[Any]) -> list[Any]:

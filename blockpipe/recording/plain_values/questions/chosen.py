@@ -6,12 +6,9 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch import nn
-
-from ...._torch.modules import children_of
 from ..evaluation.expressions import Frame
 from ..evaluation.members import UNKNOWN, attribute_in, own_attributes
-from ..evaluation.still_frames import or_unknown, some_of
+from ..evaluation.still_frames import chosen_among, or_unknown
 from ..known_values import KnownValues
 from ..syntax.accesses import Access, sources_of
 from ..syntax.effects import CALLS_EACH, arguments_of, name_called
@@ -38,12 +35,9 @@ class Choices:
         if deep > _MOST_DEEP:
             return
         match node:
-            case ast.Subscript(value=table, slice=at):
-                if _is_fixed(at) or not any_open([at], frame, self._known):
-                    return
-                written = getattr(table, "values", getattr(table, "elts", ()))  # {"l1": self.l1}
-                yield from (or_unknown(frame.bound, one) for one in written)
-                yield from members_in(or_unknown(frame.evaluated, table))
+            case ast.Subscript(slice=at):
+                if not _is_fixed(at) and any_open([at], frame, self._known):
+                    yield from chosen_among(node, frame)
             case ast.IfExp(test=test, body=body, orelse=orelse):
                 if any_open([test], frame, self._known):
                     yield from (or_unknown(frame.bound, one) for one in (body, orelse))
@@ -95,15 +89,6 @@ class Choices:
             for given in arguments_of(call):
                 if isinstance(function := or_unknown(frame.bound, given), FUNCTIONS):
                     yield function
-
-
-def members_in(table: Any) -> list[Any]:
-    """Return the members of a container, or of modules, that an index may choose among."""
-    if isinstance(table, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-        table = children_of(table)
-    if isinstance(table, list | tuple | dict):
-        return some_of(table.values() if isinstance(table, dict) else table)
-    return []
 
 
 def _is_fixed(at: ast.expr) -> bool:

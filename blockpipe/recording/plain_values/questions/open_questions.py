@@ -214,15 +214,15 @@ def _around(name: str, frame: Frame) -> Frame | None:
 def _computes(function: Any) -> bool:
     """Return whether a function of the user's gives what follows from its arguments, and calls
     nothing that might ask others."""
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
-    if not isinstance(code, types.CodeType) or not has_users_code(
-        getattr(function, "__func__", function)
-    ):
-        return False
-    return all(
+    behind = getattr(function, "__func__", function)
+    return _is_users(behind) and all(
         isinstance(call.func, ast.Name) and call.func.id in (*COMPUTES, *ASKS_KIND)
-        for call in calls_of(code)
+        for call in calls_of(behind.__code__)
     )
+
+
+def _is_users(function: Any) -> bool:
+    return isinstance(function, types.FunctionType) and has_users_code(function)
 
 
 def _is_number(node: ast.expr, frame: Frame) -> bool:
@@ -242,8 +242,7 @@ def _is_set(node: ast.AST, frame: Frame, known: KnownValues) -> bool:
 def _asks_for_set(call: ast.Call, frame: Frame, known: KnownValues) -> bool:
     """Whether a function of the user's reads a value that forwards set, or draws."""
     function = frame.bound(call.func)
-    behind = getattr(function, "__func__", function)
-    if not isinstance(behind, types.FunctionType) or not has_users_code(behind):
+    if not _is_users(getattr(function, "__func__", function)):
         return False
     for still in frames_of(function, Given.by(call, frame)):
         if any(name_called(one) in ASKS_CHANCE for one in calls_of(still.f_code)):
