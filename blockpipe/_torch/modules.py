@@ -52,7 +52,7 @@ def submodule_at(module: nn.Module, path: str) -> nn.Module | None:
     """Return what ``get_submodule`` finds, without any code of the user's."""
     found: nn.Module | None = module
     for name in path.split(".") if path else ():
-        found = None if found is None else children_of(found)[name]
+        found = None if found is None else children_of(found).get(name)
     return found
 
 

@@ -360,7 +360,7 @@ class RngStreams:
         self._left = dict(self._begin)  # where the last stretch has left them
         self.others: set[Source] = set()
         self._states: list[States] = [{} for _ in range(microbatches)]
-        self._drew: set[Source] = set()
+        self._drew, self._first_drew = set[Source](), set[Source]()  # the first micro-batch
         self._drawing: dict[int, list[Source]] = {}
 
     def enter(self, microbatch: int, sources: list[Source]) -> None:
@@ -405,8 +405,10 @@ class RngStreams:
                 continue  # the forward failed before
             state = _get(source)
             new = tell or source not in self._drew
-            if new and _bytes_of(state) != _bytes_of(states[source]):
-                drew.append(source)
+            is_asked = new or (microbatch == 0 and source not in self._first_drew)
+            if is_asked and _bytes_of(state) != _bytes_of(states[source]):
+                drew += [source] if new else []
+                self._first_drew.update([] if microbatch else [source])
             states[source] = self._left[source] = state
         self._drew.update(drew)
         return drew
@@ -430,8 +432,15 @@ class RngStreams:
         for source, begin in self._begin.items():
             state = self._states[0].get(source, begin)
             is_where_it_was = source in self._drew and is_same_state(state, begin)
-            if is_where_it_was or source in self.others:
+            if (is_where_it_was and not self._is_set_back(source)) or source in self.others:
                 # Only others have drawn: the next step must not draw the same numbers. Nor may its
                 # numbers follow from timing, as those do that nobody's stream gave.
                 state = derived(source, begin, "the next step")
             _set(source, state)
+
+    def _is_set_back(self, source: Source) -> bool:
+        """Return whether forwards have set a generator to where it was: the first one has drawn as
+        well, or another one, which began elsewhere, has left it there too."""
+        first, *others = (states.get(source) for states in self._states)
+        ends = (state for state in others if state is not None and first is not None)
+        return source in self._first_drew or any(is_same_state(state, first) for state in ends)

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from functools import cached_property
 
 from .._torch.graph import saved_tensor_hooks
+from ..devices.digests import Comparisons
 from ..preparation.late_backwards import check_backwards, hidden_by
 from ..schedules.builders import ScheduleOption
 from .inline_step import InlineStep
@@ -114,7 +115,7 @@ class Step:
         self.request.prepared.has_compared |= differentiable and len(self.request.microbatches) > 1
 
     def _check_backwards(self, option: ScheduleOption) -> None:
-        """Check that the forwards bear the order of the backwards, or have the first step look."""
+        """Check that the forwards bear the order of the backwards, or have the step look."""
         prepared, context = self.request.prepared, self.state.context
         recording = prepared.recording
         is_any = recording.late_backwards or recording.late_if_packed
@@ -126,13 +127,16 @@ class Step:
             entries += hidden_by(around[0], recording.late_if_packed, devices)
         schedule = prepared.schedule(option, len(self.request.microbatches))
         late = check_backwards(entries, schedule)
-        if late and context.comparisons is not None:
-            self.state.kept = KeptValues(prepared, late, context.comparisons)
+        if late:  # a later step may write other values
+            self.state.kept = KeptValues(prepared, late, context.comparisons or Comparisons())
 
     def _check_results(self) -> None:
-        """Raise an error if a constant was written to after others had read it, or if recomputed
-        tensors of a first step are not those that were saved."""
+        """Raise an error if a constant was written to after others had read it, if a backward has
+        found other values than its forward left, or if recomputed tensors of a first step are not
+        those that were saved."""
         self._settle()
+        if self.state.kept is not None:
+            self.state.kept.conclude()
         if self.state.context.comparisons is not None:
             self.state.context.comparisons.conclude()
 

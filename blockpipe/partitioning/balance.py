@@ -17,6 +17,7 @@ from torch import nn
 from .._common.callsite import remembers_caller
 from .._common.checks import expected
 from .._common.hints import knows_other_names
+from .._common.threads.model_turns import alone_with
 from ..batches.step_arguments import StepArguments
 from ..devices.devices import Devices, is_asynchronous, is_on_meta, named_devices
 from ..errors import UsageError
@@ -168,7 +169,9 @@ def balance(
         training=training,
         at=modules_named(model, at),
     )
-    return _balanced(model, sample, conditions, check_count("repeats", repeats), measure)
+    repeats = check_count("repeats", repeats)
+    with alone_with(model):  # the steps of other threads, too, put doors on its modules
+        return _balanced(model, sample, conditions, repeats, measure)
 
 
 def _balanced(

@@ -152,6 +152,11 @@ class Recording:
         """The number of stages."""
         return max(self.route, default=0) + 1
 
+    def stage_of(self, hop: int) -> int:
+        """Return the stage of a hop. Code of one on which no operation has run yet may set values
+        as well: it has a number below zero of its own."""
+        return self.hops[hop].stage if hop < len(self.hops) else -1 - hop
+
     @property
     def splits_backward(self) -> list[bool]:
         """For each hop, whether its backward can be split in two parts as zero-bubble schedules

@@ -12,6 +12,7 @@ copies of them.
 import functools
 import gc
 import itertools
+import logging
 import types
 import weakref
 from array import array
@@ -58,6 +59,7 @@ MOST_OBJECTS = 200_000
 MOST_ITEMS = 1_000
 _NO_STATE = frozenset([str, bytes, int, float, complex, bool, type(None)])
 # But of these, data sets, distributions and optimizers, which may hold the user's own.
+_WHOLE = ("vars", "__dict__")  # lead to all variables of a module
 _OPEN = ("torch.utils.data.", "torch.distributions.", "torch.optim.")
 # These have no attributes that user code sets; an object of a subclass may.
 _PLAIN = (
@@ -252,11 +254,14 @@ class ModelState:
             spaces = [function.__globals__, *_spaces_of((*found, *imported))]
             found += filterfalse(_is_module, imported)
             read, seen = frozenset(names_in(function.__code__)), set[int]()
+            found += _loggers_named(function) if logging.getLogger.__name__ in read else []
             while spaces:
                 names = spaces.pop()
                 if id(names) not in seen:
                     seen.add(id(names))
-                    values = self._hold(NamesHolder(names, read, function))
+                    is_whole = names is not function.__globals__ and not read.isdisjoint(_WHOLE)
+                    own = read.union(_variables_in(names)) if is_whole else read
+                    values = self._hold(NamesHolder(names, own, function))
                     spaces += _spaces_of(values)
                     found += filterfalse(_is_module, values)  # of these, the names that are read
                     for module in filter(_is_module, values):
@@ -338,6 +343,29 @@ def _spaces_of(values: Iterable[Any]) -> list[dict[str, Any]]:
     """Return the namespaces of the user's own modules among some values."""
     modules = (value for value in values if isinstance(value, types.ModuleType))
     return [vars(module) for module in modules if is_users(module.__name__)]
+
+
+def _variables_in(names: dict[str, Any]) -> Iterator[str]:
+    """Yield the names of a module's variables, other than functions, classes and modules."""
+    for name, value in names.items():
+        if not name.startswith("__") and not isinstance(value, type | types.ModuleType):
+            yield from () if _is_code(value) else (name,)
+
+
+def _loggers_named(function: types.FunctionType) -> list[logging.Logger]:
+    """Return the loggers that a function may ask for by name: its module's, and those of the texts
+    in it."""
+    known, texts = logging.root.manager.loggerDict, [*_texts_in(function.__code__)]
+    named = map(known.get, [*texts, function.__globals__.get("__name__", "")])
+    return [one for one in named if isinstance(one, logging.Logger)]
+
+
+def _texts_in(code: types.CodeType) -> Iterator[str]:
+    for one in code.co_consts:
+        if isinstance(one, types.CodeType):
+            yield from _texts_in(one)
+        elif isinstance(one, str):
+            yield one
 
 
 def names_in(code: types.CodeType) -> Iterator[str]:

@@ -91,7 +91,7 @@ def _one(net: Net, h: Tensor) -> float:
 
 FOUND: dict[str, tuple[Callable[[Net], Any], str]] = {
     "a parameter": (lambda net: net.b.weight, r"b\.weight\.scale"),
-    "a buffer": (lambda net: net.buffer, "attribute 'scale' of a Tensor"),
+    "a buffer": (lambda net: net.buffer, r"buffer\.scale"),
     "a constant": (lambda net: net.constant, "attribute 'scale' of a Tensor"),
     "a property": (lambda net: net.own, r"own\._scale"),
 }

@@ -153,8 +153,11 @@ def _averages(net: Net, x: Tensor, h: Tensor) -> Tensor:
 def test_a_write_through_data_when_only_values_tell_is_compared_in_the_first_step(
     use: Use, schedule: str
 ) -> None:
-    """What is written was computed from the model's own tensors, and is another value each time."""
-    with pytest.raises(StateError, match=r"a later forward had written other values; clone\(\)"):
+    """What is written was computed from the model's own tensors, and is another value each time;
+    where one of these has what the micro-batch left there, values need not be compared."""
+    with pytest.raises(
+        StateError, match=r"had written other values; clone\(\)|before the backward"
+    ):
         _step(Net(use), schedule=schedule)
 
 

@@ -2,7 +2,7 @@
 
 A forward may write to a weight through ``.data``, which counts no version, and still leave the
 same values: a constraint (``clamp_``, ``renorm``) changes them once after the optimizer's step. So
-the first step compares the values before each backward with those at the end of its forward.
+each step compares the values before each backward with those at the end of its forward.
 """
 
 from __future__ import annotations
@@ -60,6 +60,14 @@ class KeptValues:
             if then is None or now is None:
                 raise error()
             self._comparisons.compare(then, now, error)
+
+    def conclude(self) -> None:
+        """Read the comparisons that are pending at the end of the step.
+
+        Raises:
+            StateError: values of one of them differ.
+        """
+        self._comparisons.conclude()
 
 
 def _differs(late: LateBackward, m: int) -> StateError:

@@ -8,7 +8,14 @@ from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 
-from ...restoring.holders import ClassHolder, DictHolder, Holder, SetHolder, SlotsHolder
+from ...restoring.holders import (
+    ClassHolder,
+    DictHolder,
+    Holder,
+    SequenceHolder,
+    SetHolder,
+    SlotsHolder,
+)
 from .seen import MOST_IN_ORDER, Code, is_plain, seen
 
 _Read = tuple[Callable[[Any], tuple[Any, ...]], Any]  # a function, and what it reads from
@@ -20,7 +27,7 @@ class Values(NamedTuple):
     """What many objects have, or one of them.
 
     Attributes:
-        sizes: how many names those have that may get others.
+        sizes: how many names or members those have that may get others.
         objects: values that are the same as long as they are one object.
         looked_at: what is seen of others.
     """
@@ -46,7 +53,8 @@ class MemberReads:
             members: what is seen of it, by the names that are read.
         """
         space = plain_space(holder)
-        self._sized.append(space if space is not None and has_names(holder) else ())
+        may_grow = space is not None and (has_names(holder) or isinstance(holder, SequenceHolder))
+        self._sized.append(space if may_grow else ())
         self._objects.append(_NOTHING)
         self._looked_at.append(_NOTHING)
         self.read_again(-1, holder, members)
@@ -57,6 +65,10 @@ class MemberReads:
         known = set(looked_at)  # a list would compare keys that are tensors by their values
         others = [key for key in members if key not in known]
         self._objects[index], self._looked_at[index] = _readers(holder, others, looked_at)
+
+    def size(self, index: int) -> int:
+        """Return how many names or members an object has that may get others; else 0."""
+        return len(self._sized[index])
 
     def now(self) -> Values:
         """Return what the objects have now.

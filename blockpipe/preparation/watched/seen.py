@@ -164,6 +164,11 @@ def _described(data: Any) -> Described:
     return described
 
 
+def is_tensors(one: Any) -> bool:
+    """Return whether what is seen of a value is a tensor's."""
+    return isinstance(one, Described) and issubclass(one[0], Tensor)
+
+
 def content(value: Any) -> Hashable:
     """Return the content of a container or an object, without the values of tensors."""
     return Contents(None, data=_described).of(value)

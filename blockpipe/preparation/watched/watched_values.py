@@ -58,12 +58,12 @@ from .seen import (
     MOST_IN_ORDER,
     UNSET,
     Code,
-    Described,
     Itself,
     content,
     is_object_of_before,
     is_plain,
     is_same,
+    is_tensors,
     label,
     seen,
 )
@@ -290,12 +290,16 @@ class WatchedValues:
 
     def _compare(self, index: int, holder: Holder, *, by_forward: bool) -> None:
         before, members = self._members[index], self._members_of(holder)
+        are_told = has_names(holder) and members  # those that have come or gone
+        if by_forward and not are_told and self._reads.size(index) != self._values.sizes[index]:
+            self._changes.append(Change(holder, None, Code()))
         names = before.keys() | members.keys() if has_names(holder) else before.keys()
         for key in names:
             then, value = before.get(key, UNSET), members.get(key, UNSET)
             where = holder.space_id(), key
-            are_data = isinstance(then, Described) or isinstance(value, Described)
-            if by_forward and not are_data and not is_object_of_before(then, value):
+            # What a module's tensor is, an operation is asked.
+            is_asked = has_names(holder) and (is_tensors(then) or is_tensors(value))
+            if by_forward and not is_asked and not is_object_of_before(then, value):
                 self._changes.append(Change(holder, key, then if is_plain(then) else Code()))
             if by_forward and self._steps < _STEPS:
                 is_default = then is UNSET and isinstance(holder.owner, defaultdict)
@@ -409,9 +413,10 @@ def _is_known(module: nn.Module, key: Hashable, value: Any) -> bool:
 
 
 def _may_fill(holder: Holder) -> bool:
-    """Whether an object without plain values may get some between steps: a module, a dictionary, an
-    object. There are thousands of functions and parameters, which hardly do."""
-    return has_names(holder) and not isinstance(holder.owner, types.FunctionType | Tensor)
+    """Whether an object without plain values may get some: a module, a container, an object. There
+    are thousands of functions and parameters, which hardly do."""
+    is_kept = has_names(holder) and not isinstance(holder.owner, types.FunctionType | Tensor)
+    return is_kept or isinstance(holder, SequenceHolder)
 
 
 def _seen_members(holder: Holder) -> dict[Hashable, Any]:

@@ -4,6 +4,6 @@ In: the frames of a watched forward, the code that autograd will call, and the l
 :class:`SharedChange` of the recording. Read first: ``shared_values``, which traces, and
 ``known_values``, which draws the conclusions. ``syntax`` has what an instruction reads or sets, and
 ``evaluation`` evaluates that. ``still_code`` looks at code that runs in no recording,
-``tensors`` at its tensors, ``drawn_numbers`` at what it draws; ``missed_branches`` looks at what
+``tensors`` at its tensors, ``drawn_numbers`` at what it draws; ``missed`` looks at what
 was not taken, and ``questions`` says what may come out otherwise.
 """

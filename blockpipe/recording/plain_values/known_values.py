@@ -19,6 +19,17 @@ from ..reads import NamesRead
 from ..recording import Recording
 from .evaluation.members import ALL, BY_ARGUMENT, BY_NAME, NEEDS_GRADIENT, Names, member_of
 from .places import CODE, attribute_of, has_tensors, named, space_of
+from .remedies import (
+    OF_BACKWARDS,
+    OF_CHECKPOINT,
+    OF_FORWARD,
+    OF_LOSS,
+    OF_ORDER,
+    OF_OTHERS_TENSOR,
+    OF_TENSOR,
+    OF_UPDATE,
+    OF_VARIABLE,
+)
 from .values import (
     SharedValue,
     back,
@@ -27,32 +38,6 @@ from .values import (
     read_inside,
     read_meanwhile,
     shared_change,
-)
-
-_REMEDY = "pass it along as an argument"
-_OF_LOSS = "return it with the output"
-_OF_TENSOR = (
-    "the next micro-batch begins before it is set: set it inside the block of the stage that reads "
-    "it, in an attribute, or an entry of a dictionary, for each stage"
-)
-_OF_OTHERS_TENSOR = (
-    "the next micro-batch begins before it is set: read it on the stage that makes it, or pass it "
-    "to the next step as an argument"
-)
-_OF_BACKWARDS = "keep one for each stage, set it between steps"
-_OF_VARIABLE = "count in an attribute of the model: each micro-batch has a context of its own"
-_OF_ORDER = (
-    "other micro-batches come in between, so that these updates have another order than the plain "
-    "loop's: keep a value for each call"
-)
-_OF_UPDATE = (
-    "another stage may come in between the read and the write, and its update is lost: compute "
-    "first what is added, in a statement of its own, and keep the value in a dictionary or in an "
-    "object of your own (a module's attributes are set by a function), or keep one for each stage"
-)
-OF_CHECKPOINT = (
-    "torch.utils.checkpoint runs its function again in the backward: set the value outside of "
-    "that function, and pass it to it as an argument"
 )
 
 _HOLD_ANY = (nn.ParameterDict, nn.ParameterList)  # plain values, too, as attributes
@@ -144,6 +129,14 @@ class KnownValues:
         self._is_unsure = self._is_unsure or is_new
         known = (v.owner for v in self._values.values() if v.key == name)
         return [BY_NAME, *(owner for owner in known if owner is not BY_NAME)]
+
+    def is_set_by_name(self, name: str | None, hop: int, line: str) -> None:
+        """Note that code which does not run sets something of a name in an object that nobody can
+        tell."""
+        for owner in self.owners_by_name(name):
+            known = self.at(owner, name)
+            known.is_set(hop, line)
+            known.is_constant, known.is_bare, known.is_fixed = False, True, False
 
     def is_changed(
         self,
@@ -325,20 +318,20 @@ class KnownValues:
         is_in_forwards = min(seen) >= 0 and not known.is_read_outside
         if len(seen) < 2 or (is_in_forwards and isinstance(known.owner, ContextVar)):
             if self._is_counted_in(known):  # each micro-batch has a context of its own
-                remedy = _OF_VARIABLE if len(seen) < 2 else _REMEDY
+                remedy = OF_VARIABLE if len(seen) < 2 else OF_FORWARD
                 return shared_change(known, "a ContextVar", read_on, known.first_read, remedy)
             return None
         if min(seen) >= 0 and self._tells_itself(known, read_on, result):
             where, what = known.first_read or others[0].first_read, self._named(known)
             if known.is_read_outside:
-                result.left_for_loss += [shared_change(known, what, read_on, where, _OF_LOSS)]
+                result.left_for_loss += [shared_change(known, what, read_on, where, OF_LOSS)]
             return None
         is_named = not known.is_read_outside and not any(other.read_on for other in others)
         if is_named and self._is_unread(known, reads):
             return None
         where = next(k.first_read for k in (known, *others) if k.first_read)
-        remedy = _REMEDY if min(seen) >= 0 else "set it between steps"
-        remedy = _OF_BACKWARDS if max(seen) < 0 else remedy
+        remedy = OF_FORWARD if min(seen) >= 0 else "set it between steps"
+        remedy = OF_BACKWARDS if max(seen) < 0 else remedy
         remedy = known.remedy or (OF_CHECKPOINT if again else remedy)
         change = shared_change(known, self._named(known), read_on, where, remedy)
         change.is_traced = known.is_traced and known.is_fixed
@@ -360,16 +353,16 @@ class KnownValues:
     ) -> None:
         """Give the remedy for a tensor that is set after the next forward may have read it."""
         came_on = known.came_on.union(*(other.came_on for other in others))
-        read_on = {result.hops[hop].stage for hop in came_on}
-        change.remedy = _OF_TENSOR
+        read_on = {result.stage_of(hop) for hop in came_on}
+        change.remedy = OF_TENSOR
         if known.made_on and known.made_on.isdisjoint(read_on):
-            change.remedy, change.schedule = _OF_OTHERS_TENSOR, "uncut"
+            change.remedy, change.schedule = OF_OTHERS_TENSOR, "uncut"
 
     def _tells_itself(self, known: SharedValue, read_on: set[int], result: Recording) -> bool:
         """Whether, in a forward, its tensors say themselves which micro-batch they are of."""
         if not has_tensors(self.value_of(known)) or known.comes_late(self._of_all(known)):
             return False
-        return known.tells_itself(read_on, lambda hop: result.hops[hop].stage)
+        return known.tells_itself(read_on, result.stage_of)
 
     @staticmethod
     def value_of(known: SharedValue) -> Any:
@@ -380,17 +373,17 @@ class KnownValues:
         """The change of a value that several stages update, if one may lose another's update; or
         several hops of one stage, if the order of updates counts."""
         updates = [k for k in (known, *self._of_all(known)) if k.lost_on & known.set_on]
-        stages = {result.hops[hop].stage for hop in hops_of(known.set_on)}
+        stages = {result.stage_of(hop) for hop in hops_of(known.set_on)}
         if len(stages) < 2 and len(known.set_on & known.ordered_on) > 1:
             where, name = known.first_write, self._named(known)
-            return shared_change(known, name, known.ordered_on, where, _OF_ORDER)
+            return shared_change(known, name, known.ordered_on, where, OF_ORDER)
         if not updates or len(stages) < 2:  # the hops of one stage run in one thread
             return None
         if min(known.set_on) >= 0 and self._tells_itself(known, known.counted_on, result):
             return None
         lost_on = known.set_on.intersection(set[int]().union(*(k.lost_on for k in updates)))
         where, name = updates[0].first_loss, self._named(known)
-        return shared_change(known, name, lost_on, where, _OF_UPDATE)
+        return shared_change(known, name, lost_on, where, OF_UPDATE)
 
     def _is_counted_in(self, known: SharedValue) -> bool:
         """Whether it is a context variable in which each forward leaves something for the next."""

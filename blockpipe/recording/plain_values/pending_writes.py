@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from .evaluation.members import ALL, BY_ARGUMENT, UNKNOWN, Registered, member_of
 from .evaluation.sizes import BySize
 from .known_values import KnownValues
 from .places import has_tensors, is_by_microbatch, makers_of, space_of
+from .questions.followed_from import Behind
 from .values import ApartRun, frozen
 
 
@@ -31,6 +33,7 @@ class PendingWrite:
     is_fixed: bool  # whether it sets the same, whatever the data
     by_chance: bool  # whether it sets another value in each forward: the micro-batch's index
     by_size: BySize | None  # ``None``: it is the same for all sizes
+    behind: Behind
 
 
 class PendingWrites:
@@ -44,6 +47,7 @@ class PendingWrites:
     def __init__(self, known: KnownValues, *, fake: bool) -> None:
         self._known, self._fake = known, fake
         self._writes: dict[int, list[PendingWrite]] = {}  # by the id of a frame
+        self._same: list[PendingWrite] = []  # those that have set the value that was there
 
     def begin(self, frame: int, writes: list[PendingWrite]) -> None:
         """Note the writes of an instruction that a frame is about to run."""
@@ -62,9 +66,26 @@ class PendingWrites:
             self._is_set(pending)
 
     def end_all(self) -> None:
-        """All instructions have ended."""
+        """All instructions have ended, and with them the forward."""
         for frame in [*self._writes]:
             self.end(frame)
+        is_new = True
+        while is_new:  # what is set may lead to others
+            before, self._same = self._same, []
+            for pending in before:
+                self._may_set_others(pending)
+            is_new = len(self._same) < len(before)
+
+    def _may_set_others(self, pending: PendingWrite) -> None:
+        """Note whether a later forward may set another value than was there, or another entry."""
+        behind, may_set = pending.behind, self._known.may_set
+        keys = [pending.key] if any(starmap(may_set, behind.value)) else []
+        keys += [ALL] if any(starmap(may_set, behind.key)) else []
+        for key in keys:
+            known = self._known.at(pending.owner, key)
+            known.is_set(pending.hop, pending.line, pending.calls)
+            known.is_constant = known.is_fixed = False
+        self._same += [] if keys else [pending]
 
     def _is_set(self, pending: PendingWrite) -> None:
         if is_by_microbatch(pending.owner):
@@ -94,6 +115,8 @@ class PendingWrites:
                 self._known.at(pending.owner, BY_ARGUMENT).is_set(pending.hop, pending.line)
             if pending.again:
                 known.set_again_on.add(pending.hop)
+        elif pending.behind.value or pending.behind.key:
+            self._same.append(pending)
 
     def _is_set_by_size(self, pending: PendingWrite, by_size: BySize) -> None:
         """Note that for other sizes an instruction sets another value, or another entry."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import gc
 import io
+import itertools
 import mmap
 import os
 import sys
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from ..._common.libraries import is_users
 from ..._common.nested import tensors
 from ..._common.text import key_text
-from ..._torch.modules import children_of, parameters_of, slots_of
+from ..._torch.modules import buffers_of, children_of, parameters_of, slots_of
 from ...crossing.tags import TAG, latest
 from ...restoring.contents import is_of_c
 from ...restoring.holders import DictHolder, Holder
@@ -104,22 +105,27 @@ def owners_by_space(holders: Iterable[Holder], modules: Iterable[nn.Module]) -> 
         if isinstance(holder, DictHolder) and (space := holder.namespace()) is not holder.owner
     }
     for module in modules:
-        held = (one for one in parameters_of(module).values() if one is not None)
-        found |= {id(vars(parameter)): parameter for parameter in held}
+        found |= {id(vars(tensor)): tensor for _, tensor in _held_by(module)}
         found |= {id(space): module for space in slots_of(module)}
     return found
 
 
 def names_of(modules: Mapping[str, nn.Module]) -> dict[int, str]:
-    """Return the names of modules and their parameters by their ids, given the modules by path."""
+    """Return the names of modules, and of their parameters and buffers, by their ids, given the
+    modules by path."""
     own = [(path, m) for path, m in modules.items() if not isinstance(m, torch.jit.ScriptModule)]
     names = {
-        id(parameter): f"{path}.{name}" if path else name
+        id(tensor): f"{path}.{name}" if path else name
         for path, module in own
-        for name, parameter in parameters_of(module).items()
-        if parameter is not None
+        for name, tensor in _held_by(module)
     }
     return names | {id(module): path for path, module in modules.items()}
+
+
+def _held_by(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names of a module's parameters and buffers, and these."""
+    held = itertools.chain(parameters_of(module).items(), buffers_of(module).items())
+    yield from ((name, tensor) for name, tensor in held if tensor is not None)
 
 
 def entry_asked(access: Access, frame: Frame) -> Any:

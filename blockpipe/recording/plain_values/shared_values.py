@@ -15,7 +15,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -42,9 +42,9 @@ from .evaluation.members import ALL, TRAINS, UNKNOWN, WHOLE, Names, owners_of, w
 from .evaluation.registered import places_of
 from .evaluation.sizes import Sizes
 from .evaluation.still_frames import StillFrame
-from .known_values import OF_CHECKPOINT, KnownValues
+from .known_values import KnownValues
 from .lost_updates import read_how
-from .missed_branches import MissedBranches
+from .missed.missed_branches import MissedBranches
 from .not_put_back import ClassesKept, Effect, asks_cache, effect_of, found_among
 from .pending_writes import PendingWrite, PendingWrites
 from .places import (
@@ -65,8 +65,10 @@ from .places import (
     space_of,
     used_by,
 )
+from .questions.followed_from import Behind, behind_write
 from .questions.open_questions import any_open
-from .still_code import frames_of, functions_by_code, hands_on, read_of_unknown
+from .remedies import OF_ARRAY, OF_CHECKPOINT
+from .still_code import frames_of, functions_by_code, hands_on, named_of_unknown
 from .syntax.accesses import Access, accesses_of, is_by_chance, is_optional
 from .syntax.effects import arguments_of, changes_given
 from .syntax.uses import Use
@@ -75,8 +77,6 @@ from .tensors.missed_tensors import MissedTensors
 from .tensors.tensor_uses import TensorUses
 from .tensors.untaken_branches import UntakenBranches
 from .values import ApartRun, back, frozen
-
-_OF_ARRAY = "the tensor that is made of it shares its memory: make a copy (torch.tensor)"
 
 
 class SharedValues:
@@ -260,7 +260,10 @@ class SharedValues:
                 self._lasting.update((id(owner), id(value)))
             owner, key, access = entry_of(access, frame, owner, key)
         if (owner is None or hands_on(owner, key)) and access.reads and not access.is_said:
-            self._reads_any(read_of_unknown(access, frame, self._is_lasting), access, frame, hop)
+            self._reads_any(named_of_unknown(access, frame, self._is_lasting), access, frame, hop)
+        if owner is None and access.writes and not frame.is_running:
+            name = named_of_unknown(access, frame, self._is_lasting)
+            self.known.is_set_by_name(name, hop, frame.line)
         for use, held in used_by(access, value, owner, frame):
             if self._all_lasts or id(held) in self._lasting:
                 self._uses(replace(access, use=use), held, frame, hop)
@@ -352,7 +355,7 @@ class SharedValues:
             if is_given and has_memory(value) and shares_memory(function):
                 known = self.known.at(value, ALL)  # what autograd saves may change, too
                 known.is_read(back(hop), frame.line)
-                known.remedy = _OF_ARRAY
+                known.remedy = OF_ARRAY
         if access.use is not Use.READ or is_filled or advances(value):
             again = self._checkpoints.of(frame.frame) is not None
             self.known.is_changed(value, key, hop, frame.line, self._calls(), again=again)
@@ -414,7 +417,7 @@ class SharedValues:
 
     def _will_set(
         self,
-        places: Iterable[tuple[Any, Any, Any]],
+        places: Sequence[tuple[Any, Any, Any]],
         access: Access,
         frame: Frame,
         hop: int,
@@ -427,9 +430,10 @@ class SharedValues:
         said, lines = access.assigned, (hop, frame.line, apart, again, access.counts, self._calls())
         by_chance = said is not None and is_by_chance(said, frame.code)
         where = *lines, is_fixed, by_chance
+        behind = behind_write(access, frame) if places and frame.is_running else Behind()
         writes = [
-            PendingWrite(o, key, frozen(value), *where, self.sizes.write(access, frame, o, key))
-            for o, key, value in places
+            PendingWrite(o, k, frozen(v), *where, self.sizes.write(access, frame, o, k), behind)
+            for o, k, v in places
         ]
         self._pending.begin(id(frame.frame), writes)
 

@@ -33,7 +33,15 @@ from ..._torch.modules import (
 from ...batches.losses import WeightedLoss
 from .evaluation.expressions import Frame, members_of
 from .evaluation.members import UNKNOWN, attribute_in, is_one_of, member_of
-from .evaluation.still_frames import Given, Results, StillFrame, chosen_among, or_unknown, some_of
+from .evaluation.still_frames import (
+    Given,
+    Results,
+    StillFrame,
+    chosen_among,
+    or_unknown,
+    some_of,
+    spread,
+)
 from .syntax.accesses import (
     Access,
     accesses_of,
@@ -49,12 +57,11 @@ from .syntax.protocols import (
     protocols_of,
     set_by,
 )
-from .syntax.unknown_owners import Origins, begins_with_lasting, is_made, read_by_name
+from .syntax.unknown_owners import Origins, asked_by_name, begins_with_lasting, is_made
 from .syntax.uses import Use
 
 _MOST_CALLS = 50  # of one hook, and of what that calls: a guess
 _MADE: Any = types.SimpleNamespace()  # an object that code makes there, which may lead anywhere
-_MOST_FRAMES = 200  # of one function, in the turns of all its loops together: a guess
 _CACHES = functools._lru_cache_wrapper
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, _CACHES)
 _Call = tuple[Any, Given]  # what is called
@@ -101,16 +108,16 @@ def hooks_of(leaf: Tensor) -> Iterator[tuple[Callable[..., Any], Tensor | None]]
     yield from ((hook, leaf) for hook in stepping.values())
 
 
-def read_of_unknown(access: Access, frame: Frame, is_lasting: Callable[[Any], bool]) -> str | None:
-    """Return the name by which code reads an object that nobody can tell, but that may outlive the
-    forward, or one behind a wrapper.
+def named_of_unknown(access: Access, frame: Frame, is_lasting: Callable[[Any], bool]) -> str | None:
+    """Return the name by which code reads or sets something in an object that nobody can tell, but
+    that may outlive the forward, or in one behind a wrapper.
 
     Args:
-        access: the access that reads it.
+        access: the access that does so.
         frame: the frame that it is in.
         is_lasting: returns whether an object outlives the forward.
     """
-    owner, name = read_by_name(access) or (None, None)
+    owner, name = asked_by_name(access) or (None, None)
     if owner is None:
         return None
     if (known := frame.evaluated(owner)) is not UNKNOWN:
@@ -163,6 +170,12 @@ def may_set_by(functions: Iterable[Callable[..., Any]]) -> bool:
     return any(may_set(still.f_code) for function in functions for still in frames_of(function))
 
 
+def adds_hooks(function: Callable[..., Any]) -> bool:
+    """Return whether a function, or what it calls, may register a hook."""
+    names = (name for still in frames_of(function) for name in still.f_code.co_names)
+    return any(name.startswith("register_") and name.endswith("hook") for name in names)
+
+
 def uses_state(function: Callable[..., Any]) -> bool:
     """Return whether a function, or what it calls, may set or read what outlives it."""
     for still in frames_of(function):
@@ -208,18 +221,8 @@ def frames_of(function: Callable[..., Any], given: object = None) -> Iterator[St
 
 
 def with_inner(first: StillFrame) -> Iterator[StillFrame]:
-    """Yield a function, its turns, and the functions inside of it. Loops that follow each other
-    multiply, so that there is a limit for all of them, and single turns come first; a turn in which
-    each name is what it was before is left out."""
-    frames, kept = deque([first]), {first.named(): first}  # which keep what is named
-    while frames:
-        still = frames.popleft()
-        yield still
-        for one in itertools.chain(still.inner(), still.turns()):
-            if len(kept) >= _MOST_FRAMES:
-                break
-            if kept.setdefault(one.named(), one) is one:
-                frames.append(one)
+    """Yield a function, its turns, and the functions inside of it."""
+    return spread(first, lambda still: itertools.chain(still.inner(), still.turns()))
 
 
 def _behind(called: Any, given: Given) -> Iterator[_Call]:
@@ -272,7 +275,7 @@ def _called_by(still: StillFrame) -> Iterator[_Call]:
     for call in calls_of(still.f_code):
         given = Given.by(call, frame)
         yield from ((function, given) for function in _chosen_by(call.func, frame))
-        yield from _handed_on_by(call, frame)
+        yield from handed_on_by(call, frame)
         yield from _applied_by(call, given, frame)
     for access in itertools.chain.from_iterable(accesses_of(still.f_code).values()):
         yield from called_at(access, frame)
@@ -321,7 +324,7 @@ def _applied_by(call: ast.Call, given: Given, frame: Frame) -> Iterator[_Call]:
         yield from ((method, Given((context,))) for method in (kind.backward, kind.vjp))
 
 
-def _handed_on_by(call: ast.Call, frame: Frame) -> Iterator[_Call]:
+def handed_on_by(call: ast.Call, frame: Frame) -> Iterator[_Call]:
     """Yield the functions that a call hands on, with what is known to be given to them: by
     ``partial(f, x)``, and by ``map(f, items)``."""
     function, first = or_unknown(frame.evaluated, call.func), next(iter(call.args), None)

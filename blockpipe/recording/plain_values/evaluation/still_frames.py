@@ -10,12 +10,13 @@ import contextlib
 import functools
 import inspect
 import types
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...._common.libraries import is_users
 from ...._torch.modules import children_of
@@ -25,6 +26,7 @@ from .members import UNKNOWN, attribute_in, makes_new, own_attributes
 from .targets import bound_by, set_by_turn
 
 _MOST_TURNS = 32  # of one loop: a guess
+_MOST_FRAMES = 200  # of one function, in the turns of all its loops together: a guess
 _MOST_RESULTS, _MOST_DEEP = 50, 4  # of calls that are followed: guesses
 _NUMBERS = (bool, int, float, str, type(None))
 STOPS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -118,6 +120,33 @@ class StillFrame:
                 if new:  # else it is what it was, turn after turn
                     known = {**self.f_locals, **new}
                     yield self._again(self.f_code, known, turned, self.f_cells, self.is_inner)
+
+    def set_anew(self) -> Iterator[StillFrame]:
+        """Yield the function with another object as a local variable that it sets to several."""
+        frame = Frame(self, {}, None)  # type: ignore[arg-type]
+        for name, expression in assignments_of(self.f_code):
+            value = or_unknown(frame.bound, expression)
+            is_plain = value is UNKNOWN or isinstance(value, (*_NUMBERS, Tensor))
+            if expression not in self._turned and not is_plain:
+                known, turned = {**self.f_locals, name: value}, self._turned | {expression}
+                yield self._again(self.f_code, known, turned, self.f_cells, self.is_inner)
+
+
+def spread(
+    first: StillFrame, others: Callable[[StillFrame], Iterable[StillFrame]]
+) -> Iterator[StillFrame]:
+    """Yield a function and what it leads to. Loops that follow each other multiply, so that there
+    is a limit for all of them, and single turns come first; a turn in which each name is what it
+    was before is left out."""
+    frames, kept = deque([first]), {first.named(): first}  # which keep what is named
+    while frames:
+        still = frames.popleft()
+        yield still
+        for one in others(still):
+            if len(kept) >= _MOST_FRAMES:
+                break
+            if kept.setdefault(one.named(), one) is one:
+                frames.append(one)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import ast
 import functools
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ..evaluation.expressions import Frame
@@ -11,10 +11,12 @@ from ..evaluation.members import UNKNOWN, attribute_in, own_attributes
 from ..evaluation.still_frames import chosen_among, or_unknown
 from ..known_values import KnownValues
 from ..syntax.accesses import Access, sources_of
+from ..syntax.contents import alternatives
 from ..syntax.effects import CALLS_EACH, arguments_of, name_called
 from .open_questions import any_open
 
 FUNCTIONS = (types.FunctionType, types.MethodType)
+_GIVES_ENTRY = ("get", "pop", "setdefault")  # methods of dictionaries
 _MOST_DEEP = 4  # of names that are followed to what they are set to: a guess
 _ANY = ast.Name("*", ast.Load())  # a key that nobody knows
 
@@ -44,6 +46,12 @@ class Choices:
             case ast.Attribute(value=owner, attr=name):
                 for one in self.objects(owner, frame, deep + 1):
                     yield or_unknown(functools.partial(attribute_in, one), name)
+            case ast.Call(func=ast.Attribute(value=table, attr=name), args=[at, *others]) if (
+                name in _GIVES_ENTRY
+            ):
+                if not _is_fixed(at) and any_open([at], frame, self._known):
+                    yield from chosen_among(ast.Subscript(table, at), frame)
+                    yield from (or_unknown(frame.bound, one) for one in others)
             case ast.Call():
                 for one, name in self._named(node, frame):
                     yield or_unknown(frame.bound, ast.Attribute(ast.Constant(one), name))
@@ -57,9 +65,13 @@ class Choices:
         name = getattr(call.func, "id", "")
         if name != "getattr" or len(call.args) < 2 or _is_fixed(call.args[1]):
             return
-        begin = _begin(call.args[1], frame)
-        if begin and any_open([call.args[1]], frame, self._known):
-            owner = or_unknown(frame.evaluated, call.args[0])
+        if not any_open([call.args[1]], frame, self._known):
+            return
+        owner, begin = or_unknown(frame.evaluated, call.args[0]), _begin(call.args[1], frame)
+        for source in _sources_or(call.args[1], frame):
+            texts = (or_unknown(frame.evaluated, one) for one in alternatives(source))
+            yield from ((owner, one) for one in texts if isinstance(one, str))
+        if begin:
             kinds = type(owner).__mro__ if owner is not UNKNOWN else ()
             names = {*own_attributes(owner), *(name for kind in kinds for name in vars(kind))}
             yield from ((owner, name) for name in sorted(map(str, names)) if name.startswith(begin))
@@ -89,6 +101,11 @@ class Choices:
             for given in arguments_of(call):
                 if isinstance(function := or_unknown(frame.bound, given), FUNCTIONS):
                     yield function
+
+
+def _sources_or(node: ast.expr, frame: Frame) -> Sequence[ast.expr]:
+    """Return what a variable is set to, or another expression."""
+    return sources_of(frame.code, node.id) if isinstance(node, ast.Name) else [node]
 
 
 def _is_fixed(at: ast.expr) -> bool:

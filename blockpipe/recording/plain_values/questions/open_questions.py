@@ -221,6 +221,12 @@ def _computes(function: Any) -> bool:
     )
 
 
+def users_function(call: ast.Call, frame: Frame) -> Any:
+    """Return the function of the user's that a call calls; ``None`` if it is no such one."""
+    function = frame.bound(call.func)
+    return function if _is_users(getattr(function, "__func__", function)) else None
+
+
 def _is_users(function: Any) -> bool:
     return isinstance(function, types.FunctionType) and has_users_code(function)
 
@@ -241,8 +247,8 @@ def _is_set(node: ast.AST, frame: Frame, known: KnownValues) -> bool:
 
 def _asks_for_set(call: ast.Call, frame: Frame, known: KnownValues) -> bool:
     """Whether a function of the user's reads a value that forwards set, or draws."""
-    function = frame.bound(call.func)
-    if not _is_users(getattr(function, "__func__", function)):
+    function = users_function(call, frame)
+    if function is None:
         return False
     for still in frames_of(function, Given.by(call, frame)):
         if any(name_called(one) in ASKS_CHANCE for one in calls_of(still.f_code)):

@@ -111,7 +111,7 @@ def accesses_of(code: types.CodeType) -> Mapping[int, list[Access]]:
     """
     nodes = nodes_of(code)
     found = defaultdict[int, list[Access]](list)
-    for instruction in dis.get_instructions(code) if nodes.by_end else ():
+    for instruction in _written_in(code) if nodes.by_end else ():
         operation = instruction.opname
         for node, outer in nodes.of(instruction):
             if any(name in operation for name in _INSTRUCTIONS[type(node)]):
@@ -121,6 +121,18 @@ def accesses_of(code: types.CodeType) -> Mapping[int, list[Access]]:
                     if isinstance(node, ast.Call) and access.node is not node:  # ``next``
                         found[instruction.offset].append(_any_call(node, outer, access.is_said))
     return found
+
+
+def _written_in(code: types.CodeType) -> Iterator[dis.Instruction]:
+    """Yield the instructions of code but for those that call ``__exit__`` at the end of a ``with``:
+    the compiler gives them the place of the last call before."""
+    nothing = 0  # how often in a row ``None`` was loaded
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("PRECALL", "CALL") and instruction.arg == 2 and nothing == 3:
+            continue
+        yield instruction
+        is_nothing = instruction.opname == "LOAD_CONST" and instruction.argval is None
+        nothing = nothing + 1 if is_nothing else 0
 
 
 @functools.lru_cache(1_000)
@@ -231,6 +243,14 @@ def assignments_of(code: types.CodeType) -> Sequence[tuple[str, ast.expr]]:
     lines = lines_of(code)
     own = {*code.co_varnames[code.co_argcount :], *code.co_cellvars}
     return [one for one in nodes.assignments if one[1].lineno in lines and one[0] in own]
+
+
+@functools.lru_cache(1_000)
+def names_bound(code: types.CodeType) -> frozenset[str]:
+    """Return the local variables that a function's code sets, or that its loops do."""
+    targets = (part for target, _ in loops_of(code) for part in ast.walk(target))
+    looped = (part.id for part in targets if isinstance(part, ast.Name))
+    return frozenset([*(name for name, _ in assignments_of(code)), *looped])
 
 
 def captures_of(code: types.CodeType) -> Iterator[tuple[str, ast.expr]]:

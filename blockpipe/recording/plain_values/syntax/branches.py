@@ -84,6 +84,7 @@ class Turn:
         body: the statements that may not run, or not to their end.
         handlers: those that run after the error.
         caught: the kinds of errors; empty for all of them, and for loops.
+        target: what a loop sets in each turn.
     """
 
     by: Sequence[ast.expr | ast.stmt]
@@ -91,6 +92,7 @@ class Turn:
     handlers: Sequence[ast.ExceptHandler] = ()
     caught: Sequence[ast.expr] = ()
     is_loop: bool = False
+    target: ast.expr | None = None
 
     def has(self, node: ast.expr) -> bool:
         """Return whether an expression is in the body."""
@@ -106,7 +108,7 @@ def turns_in(node: ast.AST) -> Iterator[Turn]:
     if isinstance(node, ast.comprehension):
         yield Turn([node.iter], is_loop=True)
     elif isinstance(node, ast.For | ast.AsyncFor):
-        yield Turn([node.iter], node.body, is_loop=True)
+        yield Turn([node.iter], node.body, is_loop=True, target=node.target)
     elif isinstance(node, ast.Try | ast.TryStar) and node.handlers:
         kinds = [handler.type for handler in node.handlers if handler.type is not None]
         caught = kinds if len(kinds) == len(node.handlers) else ()

@@ -2,9 +2,10 @@
 
 import ast
 import functools
+import itertools
 import types
 
-from .accesses import branches_of, calls_of, conditions_of, sources_of
+from .accesses import accesses_of, branches_of, calls_of, conditions_of, sources_of
 from .branches import is_in
 from .effects import CALLS_EACH, CHANGES_GIVEN, DOES_BOTH, WRITES, arguments_of, name_called
 from .nodes import lines_of, nodes_of
@@ -41,3 +42,17 @@ def is_handed_to_each(node: ast.expr, code: types.CodeType) -> bool:
     calls = [call for call in calls_of(code) if name_called(call) in CALLS_EACH]
     given = [one for call in calls for one in arguments_of(call) if isinstance(one, ast.Lambda)]
     return is_in(given, node)
+
+
+def is_in_table(node: ast.expr, code: types.CodeType) -> bool:
+    """Return whether an expression is in a lambda that an index may choose: ``{True: lambda …,
+    False: lambda …}[k]``, also of a local variable."""
+    accesses = itertools.chain.from_iterable(accesses_of(code).values())
+    tables = [one.node.value for one in accesses if isinstance(one.node, ast.Subscript)]
+    named = [sources_of(code, one.id) for one in tables if isinstance(one, ast.Name)]
+    members = (
+        member
+        for table in (*tables, *itertools.chain.from_iterable(named))
+        for member in getattr(table, "values", getattr(table, "elts", ()))
+    )
+    return is_in([one for one in members if isinstance(one, ast.Lambda)], node)

@@ -1,4 +1,4 @@
-"""Reads of an attribute, or of an entry, of an object that nobody can tell without a run.
+"""Accesses to an attribute, or to an entry, of an object that nobody can tell without a run.
 
 Such an object may still be one that outlives the forward, if its expression begins with one. What
 is read of it is known by its name alone.
@@ -32,9 +32,9 @@ _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
 _OF_MODULES = (nn.Module.__module__, nn.ModuleDict.__module__)
 
 
-def read_by_name(access: Access) -> tuple[ast.expr, str] | None:
-    """Return the object and the name of an attribute that code reads, or the text that is the key
-    of an entry; ``None`` if it is no such read, or the name says nothing."""
+def asked_by_name(access: Access) -> tuple[ast.expr, str] | None:
+    """Return the object and the name of an attribute that code reads or sets, or the text that is
+    the key of an entry; ``None`` if it is no such access, or the name says nothing."""
     match access.node:
         case ast.Attribute(value=owner, attr=name):
             is_any = name in _TENSORS or (access.calls and name in _METHODS)
@@ -42,7 +42,7 @@ def read_by_name(access: Access) -> tuple[ast.expr, str] | None:
         case ast.Subscript(value=owner, slice=ast.Constant(value=str() as name)):
             return owner, name
         case ast.Call(
-            func=ast.Name(id="getattr" | "hasattr"),
+            func=ast.Name(id="getattr" | "hasattr" | "setattr" | "delattr"),
             args=[owner, ast.Constant(value=str() as name), *_],
         ):
             return None if name in _TENSORS else (owner, name)

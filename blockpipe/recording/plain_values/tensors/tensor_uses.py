@@ -16,7 +16,7 @@ from ...entries import OutsideTensor, SharedChange, TensorInfo
 from ..evaluation.expressions import Frame
 from ..evaluation.members import UNKNOWN
 from ..syntax.accesses import Access
-from ..syntax.unknown_owners import read_by_name
+from ..syntax.unknown_owners import asked_by_name
 from ..values import SharedValue, back, shared_change
 from .used_tensors import CONTENT, GRADIENT, uses_of
 
@@ -89,7 +89,7 @@ class TensorUses:
             hop: the hop that it is on, or the number of that hop's backward.
         """
         accesses = [*accesses]
-        for owner, name in filter(None, map(read_by_name, accesses)):
+        for owner, name in filter(None, map(asked_by_name, accesses)):
             if frame.evaluated(owner) is UNKNOWN:
                 self._by_name.setdefault(name, []).append((hop, frame.line))
         found = (use for access in accesses for use in uses_of(access, frame))

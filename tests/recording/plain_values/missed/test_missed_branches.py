@@ -10,8 +10,8 @@ from torch.nn.functional import mse_loss
 import blockpipe as bp
 from blockpipe.errors import StateError
 
-from ...parity import assert_same_gradients, plain_step
-from ...stage_devices import assert_close, stages
+from ....parity import assert_same_gradients, plain_step
+from ....stage_devices import assert_close, stages
 
 
 class Keeps(nn.Module):

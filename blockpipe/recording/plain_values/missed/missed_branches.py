@@ -12,23 +12,25 @@ import contextlib
 import dis
 import itertools
 import types
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..calls import Call
-from .evaluation.expressions import Frame
-from .evaluation.sizes import Sizes
-from .evaluation.still_frames import STOPS, Given, StillFrame
-from .known_values import KnownValues
-from .questions.chosen import Choices
-from .questions.open_questions import any_open
-from .still_code import called_at, frames_of, with_inner
-from .syntax.accesses import (
+from ...calls import Call
+from ..evaluation.expressions import Frame
+from ..evaluation.other_values import OtherValues
+from ..evaluation.sizes import Sizes
+from ..evaluation.still_frames import STOPS, StillFrame
+from ..known_values import KnownValues
+from ..questions.chosen import Choices
+from ..questions.open_questions import any_open
+from ..still_code import with_inner
+from ..syntax.accesses import (
     Access,
     accesses_of,
+    assignments_of,
     branches_of,
     conditions_of,
     handed_on,
@@ -36,11 +38,12 @@ from .syntax.accesses import (
     tests_of,
     turns_of,
 )
-from .syntax.branches import Turn
-from .syntax.deciders import is_handed_to_each
-from .syntax.effects import ASKS_SHAPE, name_called
-from .tensors.missed_tensors import MissedTensors
-from .tensors.untaken_branches import UntakenBranches
+from ..syntax.branches import Turn, is_in
+from ..syntax.deciders import is_handed_to_each, is_in_table
+from ..syntax.effects import ASKS_SHAPE, name_called
+from ..tensors.missed_tensors import MissedTensors
+from ..tensors.untaken_branches import UntakenBranches
+from .missed_calls import MissedCalls
 
 # A recording finds the same ones of these, whatever the data.
 _OF_NO_DATA = (
@@ -89,9 +92,9 @@ class MissedBranches:
     ) -> None:
         self._known, self._sizes, self._fake = known, sizes, fake
         self._tensors, self._untaken, self._call = tensors, untaken, call
-        self._closed = _MissedCalls()
+        self._closed = MissedCalls()
         self._note, self._note_still = note, note_still
-        self._calls = _MissedCalls()
+        self._calls = MissedCalls()
         self._ran, self._ran_of = set[types.CodeType](), set[tuple[types.CodeType, int]]()
         self._choices = Choices(known)
         self._raised: dict[int, type[BaseException]] = {}  # the latest, by the id of a frame
@@ -124,6 +127,7 @@ class MissedBranches:
         self._note_chosen(running, accesses, hops, frame)
         missed = accesses.keys() - hops.keys()
         if not missed and not any(isinstance(c, types.CodeType) for c in frame.code.co_consts):
+            self._note_others_of_run((), accesses, hops, frame)
             return
         self._note_untaken(missed, accesses, hops, frame)
         opened = missed & self._opened(running, accesses, hops, frame, raised)
@@ -134,10 +138,11 @@ class MissedBranches:
             others = missed - by_turns
             opened |= {at for at in others if not closed(accesses[at][0].node, frame)}
             self._note_inner(opened, accesses, hops, frame)
-        self._note_each(opened, running, accesses, hops, frame)
+        self._note_each(opened, accesses, hops, frame)
+        self._note_others_of_run(opened, accesses, hops, frame)
         others = missed - opened
         if others and self._sizes.asked(turns_of(running.f_code), frame):
-            self._note_each(others, running, accesses, hops, frame, by_size=True)
+            self._note_each(others, accesses, hops, frame, by_size=True)
             self._note_inner(others, accesses, hops, frame, by_size=True)
 
     def _note_untaken(
@@ -204,22 +209,61 @@ class MissedBranches:
     def _note_each(
         self,
         missed: Iterable[int],
-        running: types.FrameType,
         accesses: _Accesses,
         hops: Mapping[int, int],
         frame: Frame,
         *,
         by_size: bool = False,
     ) -> None:
+        others = OtherValues(frame)
         with self._known.for_other_sizes() if by_size else contextlib.nullcontext():
             for offset in missed:
-                hop = _hop_before(offset, hops)
-                self._note(accesses[offset], running, hop)
-                may_run = self._tensors.note(accesses[offset], frame, hop)
-                for still in self._calls.behind(accesses[offset], frame, hop, by_size=by_size):
-                    self._note_still(still, hop)
-                    if may_run:
-                        self._tensors.note_still(still, hop)
+                hop, found = _hop_before(offset, hops), accesses[offset]
+                for one in (frame, *others.of(found)):
+                    self._note_in(one, found, hop, by_size=by_size)
+
+    def _note_in(
+        self, frame: Frame, accesses: Sequence[Access], hop: int, *, by_size: bool = False
+    ) -> None:
+        self._note(accesses, frame.frame, hop)
+        may_run = self._tensors.note(accesses, frame, hop)
+        for still in self._calls.behind(accesses, frame, hop, by_size=by_size):
+            self._note_still(still, hop)
+            if may_run:
+                self._tensors.note_still(still, hop)
+
+    def _note_others_of_run(
+        self, opened: Container[int], accesses: _Accesses, hops: Mapping[int, int], frame: Frame
+    ) -> None:
+        """Note what code that did run would do with other objects: with another member of what its
+        loop runs over, if the data choose the members, or with what a branch sets a variable to."""
+        nodes = [accesses[at][0].node for at in accesses if at in opened]
+        values = assignments_of(frame.code) if nodes else ()
+        names = {name for name, value in values if any(is_in([value], node) for node in nodes)}
+        others = OtherValues(frame)
+        for at, found in accesses.items():
+            if at in hops:
+                turned = self._chosen_in_turns(found[0].node, frame)
+                # Of these the last one is there now, with which it may not have run.
+                in_turns = others.of(found, turned, is_present_known=False)
+                for one in (*others.of(found, names), *in_turns):
+                    self._note_in(one, found, hops[at])
+
+    def _chosen_in_turns(self, node: ast.expr, frame: Frame) -> set[str]:
+        """Return the variables of the loops around an expression that is in a branch of them which
+        the data choose."""
+        loops = [turn for turn in branches_of(frame.code) if turn.is_loop and turn.has(node)]
+        if not loops:
+            return set()
+        found = set[str]()
+        for condition in conditions_of(frame.code):
+            if condition.asked_for(node) is not None and any_open(
+                [condition.test], frame, self._known
+            ):
+                around = [one for one in loops if one.has(condition.test)]
+                parts = (part for one in around if one.target for part in ast.walk(one.target))
+                found |= {part.id for part in parts if isinstance(part, ast.Name)}
+        return found
 
     def _note_inner(
         self,
@@ -315,13 +359,17 @@ class MissedBranches:
         return not self._fake and any(_has_data(one, frame) for one in (*over, *sources))
 
     def _fails(self, turn: Turn, frame: Frame) -> bool:
-        """Whether it follows from the data if statements raise an error that is caught."""
+        """Whether it follows from the data, or from what forwards set, if statements raise an error
+        that is caught."""
         kinds = [frame.evaluated(kind) for kind in turn.caught]
         if kinds and not self._may_raise(kinds):
             return False
         parts = [part for node in turn.by for part in ast.walk(node)]
         of_matrices = torch.linalg.LinAlgError  # type: ignore[attr-defined]
         if of_matrices in kinds or any(name_called(part) in _MAY_FAIL for part in parts):
+            return True
+        asked = (one for one in parts if isinstance(getattr(one, "ctx", None), ast.Load))
+        if any_open(asked, frame, self._known, calls=False):
             return True
         return not self._fake and any(_has_data(node, frame) for node in turn.by)
 
@@ -346,7 +394,7 @@ def _is_missed(
             sides = ((at, condition.asked_for(many[0].node)) for at, many in accesses.items())
             if not any(at in ran for at, other in sides if other is side):
                 return True
-    if is_handed_to_each(node, code):
+    if is_handed_to_each(node, code) or is_in_table(node, code):
         return True
     for turn in branches_of(code):
         inside = turn.has if turn.is_loop else turn.handles
@@ -375,63 +423,6 @@ def _instruction(running: types.FrameType) -> str:
 def _hop_before(offset: int, hops: Mapping[int, int]) -> int:
     """Return the hop of the last instruction before another one that has run."""
     return hops[max(known for known in hops if known < offset)]
-
-
-_NOTHING = Given()
-
-
-class _MissedCalls:
-    """Find the code behind accesses that did not run; for each hop once."""
-
-    def __init__(self) -> None:
-        self._seen = set[tuple[Any, ...]]()
-        self._kept: list[Any] = []  # so that no other object gets the id of one
-
-    def behind(
-        self, accesses: Iterable[Access], frame: Frame, hop: int, *, by_size: bool = False
-    ) -> Iterator[StillFrame]:
-        """Yield the user's functions that accesses of a branch would run.
-
-        Args:
-            accesses: of one instruction in the branch.
-            frame: the frame that it is in, at its end.
-            hop: the hop that the branch is on.
-            by_size: whether only a micro-batch of another size takes the branch.
-        """
-        for access in accesses:
-            with contextlib.suppress(Exception):  # of an object that cannot be looked at
-                for function, given in (_called(access, frame), *called_at(access, frame)):
-                    yield from self.of(function, hop, given, by_size=by_size)
-
-    def of(
-        self, function: Any, hop: int, given: Given = _NOTHING, *, by_size: bool = False
-    ) -> Iterator[StillFrame]:
-        """Yield the frames of one function, if they are not known.
-
-        Args:
-            function: the function, or another object.
-            hop: the hop that it would run on.
-            given: its arguments.
-            by_size: whether only a micro-batch of another size calls it.
-        """
-        own = id(getattr(function, "__func__", function)), id(getattr(function, "__self__", None))
-        key = *own, given.by_identity(), hop, by_size
-        if callable(function) and key not in self._seen:
-            self._seen.add(key)
-            self._kept += [function, given]
-            yield from frames_of(function, given)
-
-
-def _called(access: Access, frame: Frame) -> tuple[Any, Given]:
-    """Return what an access calls, and what that is given, as far as they are known."""
-    node = access.node
-    if isinstance(node, ast.Call):
-        return frame.bound(node.func), Given.by(node, frame)
-    if isinstance(node, ast.Attribute):
-        bound = frame.bound(node)  # ``(self.a if … else self.b)(x)``
-        if isinstance(bound, types.MethodType):
-            return bound, _NOTHING
-    return None, _NOTHING
 
 
 def _has_data(node: ast.AST, frame: Frame) -> bool:

@@ -1,0 +1,28 @@
+"""What to do about a plain value that cannot be shared."""
+
+OF_FORWARD = "pass it along as an argument"
+OF_LOSS = "return it with the output"
+OF_TENSOR = (
+    "the next micro-batch begins before it is set: set it inside the block of the stage that reads "
+    "it, in an attribute, or an entry of a dictionary, for each stage"
+)
+OF_OTHERS_TENSOR = (
+    "the next micro-batch begins before it is set: read it on the stage that makes it, or pass it "
+    "to the next step as an argument"
+)
+OF_BACKWARDS = "keep one for each stage, set it between steps"
+OF_VARIABLE = "count in an attribute of the model: each micro-batch has a context of its own"
+OF_ORDER = (
+    "other micro-batches come in between, so that these updates have another order than the plain "
+    "loop's: keep a value for each call"
+)
+OF_UPDATE = (
+    "another stage may come in between the read and the write, and its update is lost: compute "
+    "first what is added, in a statement of its own, and keep the value in a dictionary or in an "
+    "object of your own (a module's attributes are set by a function), or keep one for each stage"
+)
+OF_CHECKPOINT = (
+    "torch.utils.checkpoint runs its function again in the backward: set the value outside of "
+    "that function, and pass it to it as an argument"
+)
+OF_ARRAY = "the tensor that is made of it shares its memory: make a copy (torch.tensor)"
