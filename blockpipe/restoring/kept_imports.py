@@ -50,6 +50,8 @@ def kept_imports(states: Sequence[ModelState]) -> Iterator[None]:
             depth[0] -= 1
             sys.settrace(tracer)
 
+    with without_dispatch_modes():
+        pass  # torch imports what it needs for that: not first while it imports that itself
     setattr(SourceFileLoader, _NAME, exec_module)
     try:
         yield

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss, one_hot
+from torch.utils.checkpoint import checkpoint
 
 import blockpipe as bp
 from blockpipe.distributed.build import build_stage
@@ -159,6 +160,36 @@ def test_a_write_through_data_when_only_values_tell_is_compared_in_the_first_ste
         StateError, match=r"had written other values; clone\(\)|before the backward"
     ):
         _step(Net(use), schedule=schedule)
+
+
+def _warms_up(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    net.calls = getattr(net, "calls", 0) + 1
+    net.scale.data.fill_(2.0 if net.calls > 6 else 1.0)
+    return h * net.scale
+
+
+def _clips(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    net.calls = getattr(net, "calls", 0) + 1
+    net.weight.data.clamp_(-0.5 / (1 + net.calls // 7), 0.5 / (1 + net.calls // 7))
+    return h * net.weight
+
+
+def _warms_up_checkpointed(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    net.calls = getattr(net, "calls", 0) + 1
+    with torch.no_grad():
+        net.scale.fill_(2.0 if net.calls > 6 else 1.0)
+    return checkpoint(lambda h: h * net.scale.clone(), h, use_reentrant=False)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("use", [_warms_up, _clips, _warms_up_checkpointed])
+def test_a_write_when_a_later_step_alone_writes_other_values_is_refused(use: Use, schedule: str):
+    """Attack 43: temperatures in steps, and bounds that shrink. The first step alone compared."""
+    net = Net(use)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule=schedule)
+    pipe.forward_backward(X, target=Y, loss_fn=mse_loss)
+    with pytest.raises(StateError, match=r"a later forward had written other values; clone\(\)"):
+        pipe.forward_backward(X, target=Y, loss_fn=mse_loss)
 
 
 def _constrains(net: Net, x: Tensor, h: Tensor) -> Tensor:

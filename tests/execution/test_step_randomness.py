@@ -4,8 +4,9 @@ import random
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -131,3 +132,61 @@ def test_pipelines_at_the_same_time_are_not_taken_for_draws():
         both = Replicas(net, [stages(2)] * 2, chunks=4)
         for _ in range(4):
             both.forward_backward(torch.randn(16, 4), loss_fn=torch.sum)
+
+
+def _numpys(seed: int) -> Tensor:
+    np.random.seed(seed)
+    return torch.as_tensor(np.random.permutation(8)).float()
+
+
+def _pythons(seed: int) -> Tensor:
+    random.seed(seed)
+    return torch.tensor([random.random() for _ in range(8)])
+
+
+def _torchs(seed: int) -> Tensor:
+    torch.manual_seed(seed)
+    return torch.rand(8)
+
+
+class Seeding(nn.Module):
+    """Each stage has a mask from a fixed seed, as BigBird's layers do in training."""
+
+    def __init__(self, mask: Callable[[int], Tensor], ats: Sequence[int]) -> None:
+        super().__init__()
+        self.a, self.b, self.mask, self.ats = nn.Linear(4, 8), nn.Linear(8, 3), mask, ats
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+            h = h + self.mask(1).to(h.device) if 0 in self.ats else h
+        with bp.Block(stage=1):
+            return self.b(h + self.mask(2).to(h.device) if 1 in self.ats else h)
+
+
+DRAWS = {_numpys: np.random.rand, _pythons: random.random, _torchs: lambda: float(torch.rand(()))}
+
+
+@pytest.mark.parametrize("mask", DRAWS)
+@pytest.mark.parametrize("ats", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize(("chunks", "schedule"), [(1, "1f1b"), (2, "1f1b"), (2, "sequential")])
+@pytest.mark.filterwarnings("ignore:chunks=1 on 2 devices:UserWarning")
+def test_a_forward_that_seeds_when_it_leaves_the_generator_where_it_was_leaves_it_there(
+    mask: Callable[[int], Tensor], ats: Sequence[int], chunks: int, schedule: str
+) -> None:
+    """Attack 44: the second step began where the first one had ended, and ended there. Nobody was
+    thought to have drawn, and the caller's next numbers were others."""
+    draw, net = DRAWS[mask], Seeding(mask, ats)
+    mask(0)
+    for part in LOW.chunk(chunks):
+        net(part)
+    want = draw()
+    mask(0)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=chunks, schedule=schedule)
+    for _ in range(3):
+        pipe.forward_backward(LOW, target=Y, loss_fn=F.mse_loss)
+        states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        assert draw() == want
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])

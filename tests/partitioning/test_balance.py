@@ -2,6 +2,7 @@
 
 import copy
 import math
+import threading
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -411,3 +412,27 @@ def test_stages_begin_only_where_at_names_a_module() -> None:
         bp.balance(net, x, 3, by="parameters", at="2")
     with pytest.raises(MarkError, match="the path of a module, or a pattern of paths, got 'blocks"):
         begins(at="blocks.*")
+
+
+def test_a_balance_while_another_thread_trains_the_model_takes_turns() -> None:
+    """Attack 44: it measured while a step had doors on the modules, and either one failed."""
+    net = bp.begin_blocks(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), {"2": 1})
+    x, over, failed = torch.randn(8, 8), threading.Event(), list[BaseException]()
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=2)
+
+    def train() -> None:
+        try:
+            while not over.is_set():
+                pipe.forward_backward(x, target=x[:, :4], loss_fn=nn.functional.mse_loss)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        for _ in range(5):
+            assert len(bp.balance(net, x[:2], 2).shares) == 2
+    finally:
+        over.set()
+        thread.join()
+    assert not failed

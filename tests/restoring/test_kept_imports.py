@@ -1,6 +1,7 @@
 """A forward that is the first to import a module of the user's."""
 
 import importlib
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,3 +107,24 @@ def test_what_an_import_in_the_forward_sets_stays(registry: ModuleType, real: bo
     assert_close(result.loss, mse_loss(expected, x))
     assert registry.ORDER == ["none", "double"]
     assert host(registry.level) == 5.0
+
+
+def test_torchs_own_modules_when_a_recording_is_the_first_to_need_them_are_imported():
+    """In a process that had done nothing else, a real recording of a forward that writes to a
+    weight failed in torch's import of what puts the weight back."""
+    code = """
+import torch
+import blockpipe as bp
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.mul_(0.5 if x.sum() > 0 else 0.25)
+        return super().forward(x)
+
+net = Net(4, 4)
+before = net.weight.detach().clone()
+bp.record(net, torch.ones(2, 4))
+assert torch.equal(net.weight, before)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

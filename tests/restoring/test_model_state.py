@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import logging
 import random
 from collections import OrderedDict, UserDict, deque
 
@@ -15,6 +16,7 @@ from blockpipe.restoring import model_state as snapshot
 from blockpipe.restoring.model_state import ModelState
 from blockpipe.restoring.writes_undone import WritesUndone
 
+from ..behaviour import restored_objects
 from ..behaviour.restored_objects import refusing
 from ..models import square
 from ..parity import difference, plain_step
@@ -351,3 +353,29 @@ def test_writes_to_a_sparse_tensor_are_undone(layout, write):
     pipe.forward_backward(x, loss_fn=lambda y: y.square().mean())
     assert torch.allclose(net.adjacency.to_dense(), 0.81 * torch.eye(4))
     assert net.adjacency is matrix
+
+
+class ByName(nn.Module):
+    """What a function finds by a name alone, or in all variables of another module."""
+
+    def __init__(self, found) -> None:
+        super().__init__()
+        self.a, self.found, self.levels = nn.Linear(4, 4), found, []
+
+    def forward(self, x):
+        self.levels.append(logging.getLogger("blockpipe_by_name").level)
+        logging.getLogger("blockpipe_by_name").setLevel(30)
+        names = vars(restored_objects)
+        names["FOUND"] += 1
+        self.found.append(names["FOUND"])
+        return self.a(x)
+
+
+def test_what_a_function_finds_by_name_alone_is_as_before_a_recording(monkeypatch) -> None:
+    """Attack 43: the first micro-batch saw what the recording had set."""
+    monkeypatch.setattr(restored_objects, "FOUND", 0, raising=False)
+    logger = logging.getLogger("blockpipe_by_name")
+    logger.setLevel(10)
+    net = ByName([])
+    bp.record(net, torch.ones(2, 4))
+    assert (logger.level, restored_objects.FOUND, net.levels, net.found) == (10, 0, [], [])

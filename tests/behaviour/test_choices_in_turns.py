@@ -1,0 +1,399 @@
+"""Code that the recorded micro-batch did not run, or not for each member of a loop: by whatever
+name or expression it reaches an object that another stage reads."""
+
+import collections
+import contextlib
+import copy
+import functools
+import itertools
+import operator
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import blockpipe as bp
+from blockpipe.errors import StateError
+
+from ..alike import DEVICE
+from ..parity import assert_same_gradients, plain_step
+from ..stage_devices import stages
+
+X = torch.rand(8, 4)
+
+
+class Box:
+    """An object of the user's, with a value that data set."""
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+    def put(self, value: float) -> None:
+        self.value = value
+
+    def itself(self) -> "Box":
+        return self
+
+
+class Each:
+    """Gives one box, as an iterable of the user's does."""
+
+    def __init__(self, box: Box) -> None:
+        self.box = box
+
+    def __iter__(self) -> Iterator[Box]:
+        yield self.box
+
+
+Pair = collections.namedtuple("Pair", "box")
+
+
+class Net(nn.Module):
+    """Its second stage sets a value in some batches, and the first one reads it in all."""
+
+    def __init__(self, rare: Callable[..., None]) -> None:
+        super().__init__()
+        self.a, self.b, self.rare, self.calls = nn.Linear(4, 4), nn.Linear(4, 4), rare, 0
+        self.box, self.other = Box(), Box()
+        self.boxes, self.named, self.pair = [self.box], {"a": self.box}, Pair(self.box)
+        self.nested, self.weak = {"a": [{"b": self.box}]}, weakref.ref(self.box)
+        self.each, self.chain = Each(self.box), collections.ChainMap(self.named)
+
+    def __iter__(self) -> Iterator[Box]:
+        return iter(self.boxes)
+
+    def all_boxes(self) -> Iterator[Box]:
+        yield self.box
+
+    def one(self) -> Box:
+        return self.box
+
+    @property
+    def found(self) -> Box:
+        return self.box
+
+    def put_all(self, boxes: list[Box], value: float) -> None:
+        for box in boxes:
+            box.value = value
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x) * self.box.value
+        with bp.Block(stage=1):
+            h = self.b(h)
+            self.calls += 1
+            self.rare(self, h)
+            return h
+
+
+def _loop(net: Net, h: Tensor) -> None:
+    if net.calls > 3:
+        for box in net.boxes:
+            box.value = float(net.calls)
+
+
+def _pairs(net: Net, h: Tensor) -> None:
+    if net.calls > 3:
+        for _, (_, box) in enumerate(net.named.items()):
+            box.value = float(net.calls)
+
+
+def _nested(net: Net, h: Tensor) -> None:
+    if net.calls > 3:
+        for many in net.nested.values():
+            for named in many:
+                for box in named.values():
+                    box.value = float(net.calls)
+
+
+def _sorted(net: Net, h: Tensor) -> None:
+    if net.calls > 3:
+        for box in sorted(net.boxes, key=id):
+            box.value = float(net.calls)
+
+
+def _generated(net: Net, h: Tensor) -> None:
+    if net.calls > 3:
+        for box in net.all_boxes():
+            box.value = float(net.calls)
+
+
+def _iterable(net: Net, h: Tensor) -> None:
+    if net.calls > 3:
+        for box in itertools.chain(net.each, net):
+            box.value = float(net.calls)
+
+
+def _with(net: Net, h: Tensor) -> None:
+    if net.calls > 3:
+        with contextlib.nullcontext(net.box) as box:
+            box.value = float(net.calls)
+
+
+def _matched(net: Net, h: Tensor) -> None:
+    if net.calls > 3:
+        match net:
+            case Net(box=box):
+                box.value = float(net.calls)
+
+
+def _unpacked(net: Net, h: Tensor) -> None:
+    if net.calls > 3:
+        (box,) = net.pair
+        box.value = float(net.calls)
+
+
+def _either(net: Net, h: Tensor) -> None:
+    box = net.other
+    if net.calls > 3:
+        box = net.box
+    box.value = float(net.calls)
+
+
+def _inner(net: Net, h: Tensor) -> None:
+    if net.calls > 3:
+
+        def put(box: Box) -> None:
+            box.value = float(net.calls)
+
+        put(net.box)
+
+
+def _partial(net: Net, h: Tensor) -> None:
+    if net.calls > 3:
+        functools.partial(Box.put, net.box)(float(net.calls))
+
+
+def _found(net: Net, h: Tensor) -> None:
+    if net.calls > 3:
+        net.found.value = float(net.calls)
+
+
+def _itself(net: Net, h: Tensor) -> None:
+    if net.calls > 3:
+        net.one().itself().value = float(net.calls)
+
+
+def _greatest(net: Net, h: Tensor) -> None:
+    if net.calls > 3:
+        box = max(net.boxes, key=id)
+        box.value = float(net.calls)
+
+
+def _weak(net: Net, h: Tensor) -> None:
+    if net.calls > 3:
+        weakref.ref(net.weak())().value = float(net.calls)  # type: ignore[union-attr]
+
+
+def _chained(net: Net, h: Tensor) -> None:
+    if net.calls > 3:
+        net.chain["a"].value = float(net.calls)
+
+
+def _getter(net: Net, h: Tensor) -> None:
+    if net.calls > 3:
+        box = operator.itemgetter(0)(net.boxes)
+        setattr(box, "value", float(net.calls))  # noqa: B010 - a way that users take
+
+
+def _helped(net: Net, h: Tensor) -> None:
+    if net.calls > 3:
+        net.put_all(net.boxes, float(net.calls))
+
+
+def _lambda(net: Net, h: Tensor) -> None:
+    if net.calls > 3:
+        any(box.put(float(net.calls)) for box in net.boxes)  # type: ignore[func-returns-value]
+
+
+def _excepted(net: Net, h: Tensor) -> None:
+    try:
+        1 / (net.calls > 3)
+        net.boxes[0].value = float(net.calls)
+    except ZeroDivisionError:
+        pass
+
+
+def _caught(net: Net, h: Tensor) -> None:
+    try:
+        1 / (net.calls % 3)
+    except ZeroDivisionError:
+        net.box.value = 2.0 if net.calls > 3 else 3.0
+
+
+RARE = [
+    *(_loop, _pairs, _nested, _sorted, _generated, _iterable, _with, _matched, _unpacked, _either),
+    *(_inner, _partial, _found, _itself, _greatest, _weak, _chained, _getter, _helped, _lambda),
+    *(_excepted, _caught),
+]
+
+
+@pytest.mark.parametrize("rare", RARE)
+def test_what_a_later_forward_sets_when_another_stage_reads_it_is_refused(
+    rare: Callable[..., None],
+):
+    """Before the first step, and not in the first one that leaves another value behind: one that
+    came back to its first value was not seen."""
+    pipe = bp.Pipeline(Net(rare), devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match=r"the forward changes attribute 'value' of a Box"):
+        pipe.forward_backward(X, target=X, loss_fn=mse_loss)
+
+
+class Log:
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+
+class Calm(nn.Module):
+    def __init__(self, log: Log) -> None:
+        super().__init__()
+        self.log = log
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h
+
+
+class Wild(Calm):
+    def forward(self, h: Tensor) -> Tensor:
+        self.log.rows.append(1.0)
+        return h
+
+
+class Experts(nn.Module):
+    """Hot rows go to an expert that logs, and the last stage reads how often."""
+
+    def __init__(self, route: Callable[..., Any], rows: Any = ()) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+        self.log, self.route = Log([*rows]), route
+        self.experts = nn.ModuleList([Calm(self.log), Wild(self.log)])
+
+    def calm(self) -> None:
+        pass
+
+    def wild(self) -> None:
+        self.log.rows.append(1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+            self.route(self, x, h)
+        with bp.Block(stage=1):
+            time.sleep(0.001)
+            h = self.b(h)
+        with bp.Block(stage=2):
+            return self.c(h) * (1 + 0.1 * len(self.log.rows))
+
+
+def _by_mask(net: Experts, x: Tensor, h: Tensor) -> None:
+    for number, expert in enumerate(net.experts):
+        mask = (x[:, 0] > 2) == bool(number)
+        if mask.any():
+            expert(h[mask])
+
+
+def _by_name(net: Experts, x: Tensor, h: Tensor) -> None:
+    getattr(net, "wild" if x.max().item() > 2 else "calm")()
+
+
+def _by_default(net: Experts, x: Tensor, h: Tensor) -> None:
+    {True: net.wild}.get(x.max().item() > 2, net.calm)()
+
+
+def _by_lambda(net: Experts, x: Tensor, h: Tensor) -> None:
+    {True: lambda: net.wild(), False: lambda: None}[x.max().item() > 2]()
+
+
+@pytest.mark.parametrize("route", [_by_mask, _by_name, _by_default, _by_lambda])
+def test_an_expert_when_data_choose_it_later_is_refused(route: Callable[..., Any]):
+    """Attack 43: a loop over experts ran the instruction, and so did the calm one alone."""
+    pipe = bp.Pipeline(Experts(route), devices=stages(3), chunks=4)
+    with pytest.raises(
+        StateError, match=r"the forward changes a list on hops \[0\].*on hops \[2\]"
+    ):
+        pipe.forward_backward(X, target=X, loss_fn=mse_loss)
+
+
+def _hidden(net: Experts, x: Tensor, h: Tensor) -> None:
+    acts = {False: "calm", True: "wild"}
+    names = [acts[bool(x.max() > 2)]]
+    for _ in map(operator.methodcaller(names[0]), [net]):
+        pass
+
+
+@pytest.mark.parametrize("rows", [(), range(40)], ids=["empty", "long"])
+def test_a_list_when_a_later_step_lengthens_it_is_told_of(rows: Any):
+    """No recording showed it, and what a step leaves was compared in attributes and entries."""
+    pipe = bp.Pipeline(Experts(_hidden, rows), devices=stages(3), chunks=4)
+    pipe.forward_backward(X, target=X, loss_fn=mse_loss)
+    with pytest.raises(StateError, match=r"a list was set during the step, which it was not"):
+        pipe.forward_backward(X + 4, target=X, loss_fn=mse_loss)
+
+
+class Own(nn.Module):
+    """What data choose is each stage's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.experts = nn.ModuleList([Calm(Log([])), Wild(Log([]))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+            for number, expert in enumerate(self.experts):
+                mask = (x[:, 0] > 0.5) == bool(number)
+                if mask.any():
+                    h = h + expert(h) * (1 + len(expert.log.rows))
+        with bp.Block(stage=1):
+            return self.b(h)
+
+
+def test_an_expert_when_its_stage_alone_uses_it_is_the_plain_loops():
+    net = Own()
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net.to(DEVICE), devices=stages(2), chunks=4)
+    for step in range(3):
+        plain.zero_grad()
+        pipe.zero_grad()
+        plain_step(plain, (X + step / 4,), {}, X, mse_loss, 4)
+        pipe.forward_backward(X + step / 4, target=X, loss_fn=mse_loss)
+        assert_same_gradients(net, plain)
+
+
+class Dropped(nn.Module):
+    """LayerDrop, with a count of how often each layer was dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.skips = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), set[int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            with bp.Block(stage=number):
+                if number in self.skips:
+                    layer.skipped = getattr(layer, "skipped", 0) + 1
+                    continue
+                x = x + layer(x).tanh()
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:nothing ran on stage:UserWarning")
+def test_a_last_block_when_nothing_runs_in_it_may_count():
+    """What it counts is on a hop that no operation has come to."""
+    net = Dropped()
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=stages(3), chunks=4)
+    for skips in ({1}, {2}, {1, 2}):
+        net.skips, plain.skips = skips, skips
+        plain.zero_grad(set_to_none=False)
+        pipe.zero_grad(set_to_none=False)
+        plain_step(plain, (X,), {}, X, mse_loss, 4)
+        pipe.forward_backward(X, target=X, loss_fn=mse_loss)
+        for ours, theirs in zip(net.layers, plain.layers, strict=True):
+            assert getattr(ours, "skipped", 0) == getattr(theirs, "skipped", 0)
