@@ -169,9 +169,7 @@ def balance(
         training=training,
         at=modules_named(model, at),
     )
-    repeats = check_count("repeats", repeats)
-    with alone_with(model):  # the steps of other threads, too, put doors on its modules
-        return _balanced(model, sample, conditions, repeats, measure)
+    return _balanced(model, sample, conditions, check_count("repeats", repeats), measure)
 
 
 def _balanced(
@@ -179,7 +177,8 @@ def _balanced(
 ) -> BalancedPlan:
     """Record the model as one stage, take the times of its segments, and search."""
     places, training = conditions.devices, conditions.training
-    with torch.set_grad_enabled(training):
+    # The steps of other threads, too, put doors on the modules.
+    with alone_with(model), torch.set_grad_enabled(training):
         recording = record(model, sample.args, sample.kwargs, plan=StagePlan([]), intended=places)
         search = CutSearch(model, sample, recording, conditions)
         is_serial = is_asynchronous(places[0]) or search.costs.one_thread

@@ -3,6 +3,7 @@ recording sees one value; a later step has several."""
 
 import contextvars
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -250,6 +251,32 @@ def test_what_follows_from_a_count_when_a_hook_of_the_loss_reads_it_is_refused()
     pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule="gpipe")
     with pytest.raises(StateError, match=r"changes attribute 'alpha'.* reads it in a backward"):
         pipe.forward_backward(X, target=X, loss_fn=loss)
+
+
+SCALE = [1.0]
+
+
+@functools.lru_cache
+def scale() -> float:
+    return SCALE[0]
+
+
+class Cached(Left):
+    """The first stage has the scale computed anew; where the second one asks, no code runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+            scale.cache_clear()
+            SCALE[0] = h.abs().mean().item()
+            scale()
+        with bp.Block(stage=1):
+            return self.b(h) / scale()
+
+
+def test_a_result_that_a_cache_keeps_when_another_stage_clears_the_cache_is_refused():
+    """Attack 45."""
+    _refused(Cached())
 
 
 class Own(Left):

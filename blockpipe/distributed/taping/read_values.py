@@ -22,8 +22,8 @@ from ..._common.libraries import has_users_code
 from ..._common.modules import STATE, OwnHook
 from ..._torch.modules import COMPILED_CALL, forward_hooks_of, forward_pre_hooks_of
 from ...preparation.watched.contents import Contents, is_fixed
+from ...preparation.watched.members import globals_in, is_torchs_variable
 from ...preparation.watched.reading import plain_space
-from ...preparation.watched.watched_values import globals_in, is_torchs_variable
 from ...restoring.holders import (
     AttributesHolder,
     ClassHolder,

@@ -14,36 +14,29 @@ recording that was given the number itself (``f"{self.step}"``) holds for that o
 Other objects count as well: ``seen`` says what of them is compared.
 """
 
-import dis
-import functools
 import os
-import types
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from ..._common.libraries import has_users_code, is_users
-from ..._common.modules import STATE
+from ..._common.libraries import is_users
 from ..._torch.graph import hooks_of_leaf
-from ..._torch.modules import COMPILED_CALL, buffers_of
+from ..._torch.modules import buffers_of
 from ...restoring.held_signals import RestoredWhole
 from ...restoring.holders import (
-    CacheHolder,
-    ContentHolder,
     DictHolder,
-    FunctionHolder,
     Holder,
-    NamesHolder,
     SequenceHolder,
     SetHolder,
     SlotsHolder,
 )
 from ...restoring.model_state import ModelState, holders_read
 from .contents import is_data
+from .members import TORCHS, is_known, is_read, is_torchs_variable, may_fill, seen_members
 from .reading import (
     MemberReads,
     are_same,
@@ -51,11 +44,9 @@ from .reading import (
     has_names,
     looked_at_in,
     plain_space,
-    size_of,
     which_are_same,
 )
 from .seen import (
-    MOST_IN_ORDER,
     UNSET,
     Code,
     Itself,
@@ -70,12 +61,9 @@ from .seen import (
 from .watched_numbers import Asked, Questions, Where, answer, watched
 
 MOST_VALUES = 2_000  # the nearest ones; they are compared before and after each step
-_MOST_MEMBERS = 256  # of a dictionary; a larger one is probably a vocabulary
 _MOST_RETURNS = 8  # distinct values of one place; one with more is a counter or a clock
 _STEPS = 2  # the steps that show which values the forward itself sets
 _MOST_NEW = 4  # names that may be added to or removed from one object
-_TORCHS = frozenset(vars(nn.Module()))  # attributes of every module
-_CODE = ("forward", STATE, COMPILED_CALL)  # a module's: Fingerprint compares it, or ours
 _SWITCHES = {bool, type(None)}
 
 
@@ -184,7 +172,7 @@ class WatchedValues:
         self._has_turned |= not self._is_whole
         self._modules = {id(module): module for module in self._model.modules()}
         of_torch = (vars(module).items() for module in self._modules.values())
-        self._torchs = {id(value) for own in of_torch for key, value in own if key in _TORCHS}
+        self._torchs = {id(value) for own in of_torch for key, value in own if key in TORCHS}
         self._switches = {
             (id(module), key)
             for module in self._modules.values()
@@ -203,14 +191,14 @@ class WatchedValues:
     def _take(self, holders: Iterable[Holder]) -> None:
         """Watch more objects, as they are now."""
         for holder in holders:
-            if id(holder.owner) in self._torchs or not _is_read(holder):
+            if id(holder.owner) in self._torchs or not is_read(holder):
                 continue
             members = {
                 key: value
                 for key, value in self._members_of(holder).items()
                 if (holder.space_id(), key) not in self._known
             }
-            if not members and not _may_fill(holder):
+            if not members and not may_fill(holder):
                 continue
             self._known.update((holder.space_id(), key) for key in members)
             self._count += sum(not isinstance(value, Code | Itself) for value in members.values())
@@ -228,7 +216,7 @@ class WatchedValues:
             self._take(ModelState(values=False, contents=False, others=others).holders)
 
     def _members_of(self, holder: Holder) -> dict[Hashable, Any]:
-        found, owner = _seen_members(holder), holder.owner
+        found, owner = seen_members(holder), holder.owner
         if owner is os.environ:
             return {key: value for key, value in found.items() if not is_torchs_variable(key)}
         if id(owner) not in self._modules:
@@ -236,7 +224,7 @@ class WatchedValues:
         return {
             key: value
             for key, value in found.items()
-            if (id(owner), key) not in self._switches and not _is_known(owner, key, value)
+            if (id(owner), key) not in self._switches and not is_known(owner, key, value)
         }
 
     def has_turned(self) -> bool:
@@ -392,62 +380,3 @@ class WatchedValues:
         finally:
             for place, value in before:
                 place.holder.put(place.key, value)
-
-
-def _is_read(holder: Holder) -> bool:
-    """Whether a forward may read the user's plain values there. Objects of libraries hold none."""
-    owner = holder.owner
-    if isinstance(holder, ContentHolder | CacheHolder):
-        return False
-    if isinstance(holder, SlotsHolder):
-        return is_users(type(owner).__module__)
-    return not isinstance(owner, types.FunctionType) or has_users_code(owner)
-
-
-def _is_known(module: nn.Module, key: Hashable, value: Any) -> bool:
-    """Whether a module's attribute is torch's, or ours. On torch's own layers, users set only
-    numbers."""
-    is_layers = type(module).__module__.startswith("torch.nn.")
-    is_torchs = key in _TORCHS or (is_layers and type(value) not in (int, float, Code))
-    return str(key).startswith("_blockpipe_") or key in _CODE or is_torchs
-
-
-def _may_fill(holder: Holder) -> bool:
-    """Whether an object without plain values may get some: a module, a container, an object. There
-    are thousands of functions and parameters, which hardly do."""
-    is_kept = has_names(holder) and not isinstance(holder.owner, types.FunctionType | Tensor)
-    return is_kept or isinstance(holder, SequenceHolder)
-
-
-def _seen_members(holder: Holder) -> dict[Hashable, Any]:
-    if isinstance(holder, SetHolder):
-        found = frozen(holder)
-        return {} if found is None else {None: found}
-    if isinstance(holder, DictHolder | SequenceHolder):
-        most = _MOST_MEMBERS if isinstance(holder, DictHolder) else MOST_IN_ORDER
-        if size_of(holder) > most:
-            return {}
-    members = dict(holder.now())
-    names = set(members)
-    if isinstance(holder, FunctionHolder):
-        names -= {"__defaults__", "__kwdefaults__"}
-    if isinstance(holder, NamesHolder) and holder.namespace() is holder.owner.__globals__:
-        names &= globals_in(holder.owner.__code__)
-    return {key: seen(value) for key, value in members.items() if key in names}
-
-
-@functools.lru_cache(1_000)
-def globals_in(code: types.CodeType) -> frozenset[str]:
-    """Return the globals that a function reads; its other names are attributes."""
-    found: set[str] = set()
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            found.add(instruction.argval)
-        elif isinstance(instruction.argval, types.CodeType):
-            found |= globals_in(instruction.argval)
-    return frozenset(found)
-
-
-def is_torchs_variable(variable: Hashable) -> bool:
-    """Return whether torch itself sets an environment variable, when a part of it is first used."""
-    return isinstance(variable, bytes) and variable.startswith((b"TORCH", b"PYTORCH"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import starmap
 from typing import Any
@@ -9,12 +10,16 @@ from typing import Any
 from torch import Tensor
 
 from ..calls import Call
+from .evaluation.expressions import Frame
 from .evaluation.members import ALL, BY_ARGUMENT, UNKNOWN, Registered, member_of
-from .evaluation.sizes import BySize
+from .evaluation.sizes import BySize, Sizes
 from .known_values import KnownValues
 from .places import has_tensors, is_by_microbatch, makers_of, space_of
-from .questions.followed_from import Behind
+from .questions.followed_from import Behind, behind_write
+from .syntax.accesses import Access, is_by_chance
 from .values import ApartRun, frozen
+
+_Where = tuple[int, str, ApartRun | None, bool, bool, list[Call | None], bool]
 
 
 @dataclass
@@ -41,17 +46,44 @@ class PendingWrites:
 
     Args:
         known: the values that are told.
+        sizes: tells what follows from the sizes of a micro-batch.
         fake: whether the forward runs on fake tensors; then no value depends on the data.
     """
 
-    def __init__(self, known: KnownValues, *, fake: bool) -> None:
-        self._known, self._fake = known, fake
+    def __init__(self, known: KnownValues, sizes: Sizes, *, fake: bool) -> None:
+        self._known, self._sizes, self._fake = known, sizes, fake
         self._writes: dict[int, list[PendingWrite]] = {}  # by the id of a frame
         self._same: list[PendingWrite] = []  # those that have set the value that was there
 
-    def begin(self, frame: int, writes: list[PendingWrite]) -> None:
-        """Note the writes of an instruction that a frame is about to run."""
-        self._writes[frame] = writes
+    def begin(
+        self,
+        places: Sequence[tuple[Any, Any, Any]],
+        access: Access,
+        frame: Frame,
+        where: _Where,
+    ) -> None:
+        """Note the writes of an instruction that a frame is about to run.
+
+        Args:
+            places: what it sets: objects, keys and values.
+            access: the access that sets them.
+            frame: the frame that it is in.
+            where: the fields of :class:`PendingWrite` from ``hop`` to ``is_fixed``.
+        """
+        by_chance = access.assigned is not None and is_by_chance(access.assigned, frame.code)
+        behind = behind_write(access, frame) if places and frame.is_running else Behind()
+        self._writes[id(frame.frame)] = [
+            PendingWrite(
+                owner,
+                key,
+                frozen(value),
+                *where,
+                by_chance,
+                self._sizes.write(access, frame, owner, key),
+                behind,
+            )
+            for owner, key, value in places
+        ]
 
     def end(self, frame: int, *, to_anything: bool = False) -> None:
         """The instruction of a frame has ended.
@@ -115,7 +147,7 @@ class PendingWrites:
                 self._known.at(pending.owner, BY_ARGUMENT).is_set(pending.hop, pending.line)
             if pending.again:
                 known.set_again_on.add(pending.hop)
-        elif pending.behind.value or pending.behind.key:
+        elif any(pending.behind) and not isinstance(pending.key, Registered):
             self._same.append(pending)
 
     def _is_set_by_size(self, pending: PendingWrite, by_size: BySize) -> None:

@@ -46,7 +46,7 @@ from .known_values import KnownValues
 from .lost_updates import read_how
 from .missed.missed_branches import MissedBranches
 from .not_put_back import ClassesKept, Effect, asks_cache, effect_of, found_among
-from .pending_writes import PendingWrite, PendingWrites
+from .pending_writes import PendingWrites
 from .places import (
     entry_asked,
     entry_of,
@@ -65,11 +65,10 @@ from .places import (
     space_of,
     used_by,
 )
-from .questions.followed_from import Behind, behind_write
 from .questions.open_questions import any_open
 from .remedies import OF_ARRAY, OF_CHECKPOINT
 from .still_code import frames_of, functions_by_code, hands_on, named_of_unknown
-from .syntax.accesses import Access, accesses_of, is_by_chance, is_optional
+from .syntax.accesses import Access, accesses_of, is_optional
 from .syntax.effects import arguments_of, changes_given
 from .syntax.uses import Use
 from .taken_in import TakenIn
@@ -129,7 +128,7 @@ class SharedValues:
         self._used_up = found_among(holders)  # refused if the forward uses them, by id
         self._stays: Effect | None = None  # the first that cannot be put back
         self._classes = ClassesKept(modules)
-        self._pending = PendingWrites(self.known, fake=fake)
+        self._pending = PendingWrites(self.known, self.sizes, fake=fake)
         note, still = partial(SharedValues._note_all, itself, over=True), SharedValues._note_still
         self.missed, self.untaken = MissedTensors(self.known), UntakenBranches(self.known)
         beside = note, partial(still, itself), self.missed, self.untaken
@@ -259,11 +258,8 @@ class SharedValues:
                 self._cached += [owner, value]
                 self._lasting.update((id(owner), id(value)))
             owner, key, access = entry_of(access, frame, owner, key)
-        if (owner is None or hands_on(owner, key)) and access.reads and not access.is_said:
-            self._reads_any(named_of_unknown(access, frame, self._is_lasting), access, frame, hop)
-        if owner is None and access.writes and not frame.is_running:
-            name = named_of_unknown(access, frame, self._is_lasting)
-            self.known.is_set_by_name(name, hop, frame.line)
+        if owner is None or hands_on(owner, key):
+            self._note_unknown(access, owner, frame, hop)
         for use, held in used_by(access, value, owner, frame):
             if self._all_lasts or id(held) in self._lasting:
                 self._uses(replace(access, use=use), held, frame, hop)
@@ -290,6 +286,14 @@ class SharedValues:
                 self.known.at(value, ALL).held_by = owner, key
         if access.reads and not access.is_said:
             self._note_inside(access, value, owner, frame, hop)
+
+    def _note_unknown(self, access: Access, owner: Any, frame: Frame, hop: int) -> None:
+        """Note that code reads an object that nobody can tell; where it does not run, sets it."""
+        name = named_of_unknown(access, frame, self._is_lasting)
+        if access.reads and not access.is_said:
+            self._reads_any(name, access, frame, hop)
+        if access.writes and owner is None and not frame.is_running:
+            self.known.is_set_by_name(name, hop, frame.line)
 
     def _finds(self, access: Access, frame: Frame, owner: Any, value: Any) -> None:
         """Note where the forward finds a value, and what it does to it."""
@@ -427,15 +431,8 @@ class SharedValues:
         """Note that an instruction sets the values at some places, before it has done so."""
         apart = None if self._still and is_optional(access.node, frame.code) else self._apart(frame)
         again = apart is not None and self._still is None
-        said, lines = access.assigned, (hop, frame.line, apart, again, access.counts, self._calls())
-        by_chance = said is not None and is_by_chance(said, frame.code)
-        where = *lines, is_fixed, by_chance
-        behind = behind_write(access, frame) if places and frame.is_running else Behind()
-        writes = [
-            PendingWrite(o, k, frozen(v), *where, self.sizes.write(access, frame, o, k), behind)
-            for o, k, v in places
-        ]
-        self._pending.begin(id(frame.frame), writes)
+        lines = hop, frame.line, apart, again, access.counts, self._calls(), is_fixed
+        self._pending.begin(places, access, frame, lines)
 
     def _calls(self) -> list[Call | None]:
         return [] if self._still is not None else [self._call()]
@@ -447,8 +444,7 @@ class SharedValues:
         return self.known.sets(self.first | cells)
 
     def check(self) -> None:
-        """Raise :class:`RecordingError` if the forward does what a recording cannot put back, or
-        gives a module another forward by its class."""
+        """Raise an error if a recording cannot put back what the forward does, or cannot see it."""
         if self._stays is not None:
             self._stays.refuse()
         self._classes.check(self.known.found_at)

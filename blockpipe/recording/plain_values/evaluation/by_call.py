@@ -26,6 +26,7 @@ from .still_frames import StillFrame
 
 _EVALUATES = vars(builtins)["eval"]
 ASKS = (isinstance, type, id, hasattr, getattr, setattr, delattr, callable, vars, super)
+_CACHE = functools._lru_cache_wrapper
 _SETS_SUBMODULE = nn.Module.set_submodule.__name__
 _Set = tuple[Any, Any, Any]  # an object, a name in it, and the value there before
 
@@ -71,6 +72,8 @@ def asked_by_call(node: ast.expr, frame: Frame) -> Iterator[tuple[Any, Any]]:
     if frame.evaluated(node.func) is _EVALUATES and node.args:
         text, *spaces = map(frame.evaluated, node.args)
         yield from _asked_in(text, [space for space in spaces if isinstance(space, dict)], frame)
+    if isinstance(cached := frame.evaluated(node.func), _CACHE):
+        yield cached, ALL  # a call that finds a result runs no code
     for function, args in _called_by(node, frame):
         yield from asked_of(function, args)
     yield from _asked_by_layer(frame.evaluated(node.func))
@@ -114,6 +117,9 @@ def set_by_call(node: ast.expr, frame: Frame) -> Iterator[_Set]:
     yield from places_of(added_to(node, frame))
     if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == _SETS_SUBMODULE:
         yield from (_set(*place) for place in [*along_path(node, frame)][-1:])
+    if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == _CACHE.cache_clear.__name__:
+        cached = frame.evaluated(node.func.value)  # type: ignore[attr-defined]
+        yield from ((cached, ALL, UNKNOWN),) if isinstance(cached, _CACHE) else ()
     if isinstance(node, ast.Call) and not is_one_of(frame.evaluated(node.func), ASKS):
         for function, args in _called_by(node, frame):
             yield from (_set(owner, name) for owner, name in set_by(function, args))
