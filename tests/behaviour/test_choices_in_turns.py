@@ -211,6 +211,12 @@ def _lambda(net: Net, h: Tensor) -> None:
         any(box.put(float(net.calls)) for box in net.boxes)  # type: ignore[func-returns-value]
 
 
+def _starred(net: Net, h: Tensor) -> None:
+    if net.calls > 3:
+        for box in (*net.boxes, net.other):
+            box.value = float(net.calls)
+
+
 def _excepted(net: Net, h: Tensor) -> None:
     try:
         1 / (net.calls > 3)
@@ -229,7 +235,7 @@ def _caught(net: Net, h: Tensor) -> None:
 RARE = [
     *(_loop, _pairs, _nested, _sorted, _generated, _iterable, _with, _matched, _unpacked, _either),
     *(_inner, _partial, _found, _itself, _greatest, _weak, _chained, _getter, _helped, _lambda),
-    *(_excepted, _caught),
+    *(_excepted, _caught, _starred),
 ]
 
 
@@ -363,6 +369,74 @@ def test_an_expert_when_its_stage_alone_uses_it_is_the_plain_loops():
         pipe.zero_grad()
         plain_step(plain, (X + step / 4,), {}, X, mse_loss, 4)
         pipe.forward_backward(X + step / 4, target=X, loss_fn=mse_loss)
+        assert_same_gradients(net, plain)
+
+
+class Counted(nn.Module):
+    """Each layer has a count, by which it divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.count = nn.Linear(4, 4), 0
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.layer(h) / (1 + self.count)
+
+
+class Loops(nn.Module):
+    """A loop over stages, in which each layer, or an object beside it, counts for its own stage."""
+
+    def __init__(self, turns: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.layers, self.turns = nn.ModuleList(Counted() for _ in range(3)), turns
+        self.boxes = [Box() for _ in range(3)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.turns(self, x)
+
+
+def _layers_count(net: Loops, x: Tensor) -> Tensor:
+    for stage, layer in enumerate(net.layers):
+        with bp.Block(stage=stage):
+            x = layer(x)
+            if x.abs().max() > 2:
+                layer.count += 1
+    return x
+
+
+def _boxes_count(net: Loops, x: Tensor) -> Tensor:
+    for stage, (layer, box) in enumerate(zip(net.layers, net.boxes, strict=True)):
+        with bp.Block(stage=stage):
+            if x.abs().max() < 1e9:
+                x = layer(x) * box.value
+                box.value += 0.5
+    return x
+
+
+def _by_index(net: Loops, x: Tensor) -> Tensor:
+    for stage in range(3):
+        with bp.Block(stage=stage):
+            box, layer = net.boxes[stage], net.layers[stage]
+            x = layer(x) * box.value
+            if x.abs().max() > 2:
+                for one in [box]:
+                    one.value += 0.5
+    return x
+
+
+@pytest.mark.parametrize("turns", [_layers_count, _boxes_count, _by_index])
+def test_a_loop_over_stages_when_each_counts_for_itself_is_the_plain_loops(
+    turns: Callable[..., Tensor],
+):
+    """What a turn sets is set on the hop of that turn, and not on the last one."""
+    net = Loops(turns)
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net.to(DEVICE), devices=stages(3), chunks=4)
+    for step in range(3):
+        plain.zero_grad()
+        pipe.zero_grad()
+        plain_step(plain, (X + step,), {}, X, mse_loss, 4)
+        pipe.forward_backward(X + step, target=X, loss_fn=mse_loss)
         assert_same_gradients(net, plain)
 
 

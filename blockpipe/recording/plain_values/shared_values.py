@@ -180,14 +180,15 @@ class SharedValues:
             if accesses := self._codes[id(frame.f_code)][1].get(frame.f_lasti):
                 self._hops[id(frame)][frame.f_lasti] = hop = self._hop()
                 self._note_all(accesses, frame, hop)
-            if again := self._loops.goes_on(frame, self._hop):
+            if again := self._loops.goes_on(frame, self._hop, self._hops[id(frame)]):
                 self._note_all(again, frame, self._hop())
         elif event == "exception":
             self._branches.raises(frame, argument[0])
         elif event == "return":
             if self._branches.is_over(frame):
                 ran, accesses = self._hops.pop(id(frame)), self._codes[id(frame.f_code)][1]
-                self._branches.look(frame, accesses, ran, Frame(frame, self._functions, None))
+                turns, around = self._loops.ended(frame), Frame(frame, self._functions, None)
+                self._branches.look(frame, accesses, ran, around, turns)
                 self._returned[id(caller_of(frame))] = frame.f_code, argument
             self._checkpoints.ends(frame)
             self._returned.pop(id(frame), None)

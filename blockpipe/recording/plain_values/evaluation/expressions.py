@@ -12,7 +12,7 @@ import os
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -419,11 +419,19 @@ def members_of(frame: Frame, node: ast.expr) -> Any:
         if found is UNKNOWN or node.func.id not in ("list", "tuple", "enumerate", "reversed"):
             return UNKNOWN
         return [*enumerate(found)] if node.func.id == "enumerate" else found
-    if isinstance(node, ast.Tuple | ast.List):
-        return [frame.evaluated(member) for member in node.elts]
+    if isinstance(node, ast.Tuple | ast.List | ast.Set):
+        return [*_written_in(node.elts, frame)]
     value = frame.evaluated(node)
     if isinstance(value, nn.ModuleList | nn.Sequential):
         return [*children_of(value).values()]
     if isinstance(value, nn.ModuleDict):
         return [*children_of(value)]
     return [*value] if type(value) in (list, tuple, deque, dict, set, frozenset) else UNKNOWN
+
+
+def _written_in(nodes: Sequence[ast.expr], frame: Frame) -> Iterator[Any]:
+    for node in nodes:
+        if not isinstance(node, ast.Starred):
+            yield frame.evaluated(node)
+        elif (found := members_of(frame, node.value)) is not UNKNOWN:
+            yield from found

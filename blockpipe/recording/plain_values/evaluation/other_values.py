@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from ..syntax.accesses import Access, names_bound
 from .expressions import Frame
+from .loops import RunTurn, hop_before
 from .members import UNKNOWN
 from .still_frames import StillFrame, or_unknown, spread
 
@@ -18,10 +21,11 @@ class OtherValues:
 
     Args:
         frame: the frame of the function, at its end.
+        run: the turns of its loops that have run.
     """
 
-    def __init__(self, frame: Frame) -> None:
-        self._frame = frame
+    def __init__(self, frame: Frame, run: Sequence[RunTurn]) -> None:
+        self.frame, self._run = frame, run
         self._names = names_bound(frame.code)
         self._turns: list[StillFrame] | None = None
 
@@ -54,21 +58,52 @@ class OtherValues:
             found = spread(first, lambda still: itertools.chain(still.set_anew(), still.turns()))
             self._turns = [*found]
         leaves_out = is_present_known and not is_unknown
-        seen = {_stand_for(others, self._frame.frame.f_locals)} if leaves_out else set()
-        for still in self._turns:
+        seen = {_stand_for(others, self.frame.frame.f_locals)} if leaves_out else set()
+        known = [still for still in self._turns if others <= still.f_locals.keys()]
+        for still in known or self._turns:
             values = _stand_for(others, still.f_locals)
             if values not in seen:
                 seen.add(values)
                 yield Frame(still, {}, None)  # type: ignore[arg-type]
 
+    def hops(
+        self, other: Frame, accesses: Iterable[Access], offset: int, hops: Mapping[int, int]
+    ) -> set[int]:
+        """Return the hops on which an instruction runs with what variables stand for in another
+        frame: those of the turns with these, else the last one that it, or one before it, was on.
+
+        Args:
+            other: the other frame.
+            accesses: of the instruction.
+            offset: its offset.
+            hops: the hops of those that have run.
+        """
+        latest = hops[offset] if offset in hops else hop_before(offset, hops)
+        if other is self.frame or not self._run:
+            return {latest}
+        parts = (part for one in accesses for part in ast.walk(one.node))
+        names = {part.id for part in parts if isinstance(part, ast.Name)} & self._names
+        known = other.frame.f_locals
+        asked = {n: id(known[n]) for n in names if n in known and not _is_tensor(known[n])}
+        found = {
+            hop_before(offset + 1, turn.hops)
+            for turn in self._run
+            if all(turn.bound.get(name) == value for name, value in asked.items())
+        }
+        return found if asked and found else {latest}
+
     def _is_unknown(self, node: ast.expr) -> bool:
         owner = getattr(node, "func", getattr(node, "value", None))
-        return isinstance(owner, ast.expr) and or_unknown(self._frame.evaluated, owner) is UNKNOWN
+        return isinstance(owner, ast.expr) and or_unknown(self.frame.evaluated, owner) is UNKNOWN
 
     def _first(self) -> StillFrame:
-        names = self._frame.frame.f_globals, self._frame.frame.f_locals
-        cells = getattr(self._frame.frame, "f_cells", None)
-        return StillFrame(self._frame.code, *names, cells=cells)
+        names = self.frame.frame.f_globals, self.frame.frame.f_locals
+        cells = getattr(self.frame.frame, "f_cells", None)
+        return StillFrame(self.frame.code, *names, cells=cells)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
 
 
 def _stand_for(names: Iterable[str], known: Mapping[str, Any]) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ...calls import Call
 from ..evaluation.expressions import Frame
+from ..evaluation.loops import RunTurn, hop_before
 from ..evaluation.other_values import OtherValues
 from ..evaluation.sizes import Sizes
 from ..evaluation.still_frames import STOPS, StillFrame
@@ -109,7 +110,12 @@ class MissedBranches:
         return is_closed or not running.f_code.co_flags & STOPS or _instruction(running) != _YIELDS
 
     def look(
-        self, running: types.FrameType, accesses: _Accesses, hops: Mapping[int, int], frame: Frame
+        self,
+        running: types.FrameType,
+        accesses: _Accesses,
+        hops: Mapping[int, int],
+        frame: Frame,
+        turns: Sequence[RunTurn],
     ) -> None:
         """Note the accesses in branches that a function did not take, and in what they call: a
         later step may take them by its data, its sizes, or what the forward has changed.
@@ -119,7 +125,9 @@ class MissedBranches:
             accesses: all accesses of its code.
             hops: the hop of each instruction among these that has run.
             frame: the same frame, to evaluate in.
+            turns: the turns of its loops that have run.
         """
+        others_of = OtherValues(frame, turns)  # not kept: it holds what the frame has
         raised = self._raised.pop(id(running), None)
         self._ran.add(running.f_code)
         self._ran_of.add((running.f_code, _first_of(running)))
@@ -127,7 +135,7 @@ class MissedBranches:
         self._note_chosen(running, accesses, hops, frame)
         missed = accesses.keys() - hops.keys()
         if not missed and not any(isinstance(c, types.CodeType) for c in frame.code.co_consts):
-            self._note_others_of_run((), accesses, hops, frame)
+            self._note_others_of_run((), accesses, hops, others_of)
             return
         self._note_untaken(missed, accesses, hops, frame)
         opened = missed & self._opened(running, accesses, hops, frame, raised)
@@ -138,18 +146,18 @@ class MissedBranches:
             others = missed - by_turns
             opened |= {at for at in others if not closed(accesses[at][0].node, frame)}
             self._note_inner(opened, accesses, hops, frame)
-        self._note_each(opened, accesses, hops, frame)
-        self._note_others_of_run(opened, accesses, hops, frame)
+        self._note_each(opened, accesses, hops, others_of)
+        self._note_others_of_run(opened, accesses, hops, others_of)
         others = missed - opened
         if others and self._sizes.asked(turns_of(running.f_code), frame):
-            self._note_each(others, accesses, hops, frame, by_size=True)
+            self._note_each(others, accesses, hops, others_of, by_size=True)
             self._note_inner(others, accesses, hops, frame, by_size=True)
 
     def _note_untaken(
         self, missed: Iterable[int], accesses: _Accesses, hops: Mapping[int, int], frame: Frame
     ) -> None:
         for offset in missed:
-            hop, call = _hop_before(offset, hops), self._call()
+            hop, call = hop_before(offset, hops), self._call()
             self._untaken.note(accesses[offset], frame, (hop, call))
             for still in self._closed.behind(accesses[offset], frame, hop):
                 self._untaken.note_still(still, (hop, call))
@@ -182,7 +190,7 @@ class MissedBranches:
         """Note what the code would read or call that the data choose: by a key, an index, a name,
         or a condition."""
         for at, many in accesses.items():
-            hop = hops[at] if at in hops else _hop_before(at, hops)
+            hop = hops[at] if at in hops else hop_before(at, hops)
             for access in many:
                 with contextlib.suppress(Exception):  # of an object that cannot be looked at
                     others = [*self._choices.accesses(access, frame)]
@@ -211,16 +219,16 @@ class MissedBranches:
         missed: Iterable[int],
         accesses: _Accesses,
         hops: Mapping[int, int],
-        frame: Frame,
+        others: OtherValues,
         *,
         by_size: bool = False,
     ) -> None:
-        others = OtherValues(frame)
         with self._known.for_other_sizes() if by_size else contextlib.nullcontext():
             for offset in missed:
-                hop, found = _hop_before(offset, hops), accesses[offset]
-                for one in (frame, *others.of(found)):
-                    self._note_in(one, found, hop, by_size=by_size)
+                found = accesses[offset]
+                for one in (others.frame, *others.of(found)):
+                    for hop in others.hops(one, found, offset, hops):
+                        self._note_in(one, found, hop, by_size=by_size)
 
     def _note_in(
         self, frame: Frame, accesses: Sequence[Access], hop: int, *, by_size: bool = False
@@ -233,21 +241,25 @@ class MissedBranches:
                 self._tensors.note_still(still, hop)
 
     def _note_others_of_run(
-        self, opened: Container[int], accesses: _Accesses, hops: Mapping[int, int], frame: Frame
+        self,
+        opened: Container[int],
+        accesses: _Accesses,
+        hops: Mapping[int, int],
+        others: OtherValues,
     ) -> None:
         """Note what code that did run would do with other objects: with another member of what its
         loop runs over, if the data choose the members, or with what a branch sets a variable to."""
         nodes = [accesses[at][0].node for at in accesses if at in opened]
-        values = assignments_of(frame.code) if nodes else ()
+        values = assignments_of(others.frame.code) if nodes else ()
         names = {name for name, value in values if any(is_in([value], node) for node in nodes)}
-        others = OtherValues(frame)
         for at, found in accesses.items():
             if at in hops:
-                turned = self._chosen_in_turns(found[0].node, frame)
+                turned = self._chosen_in_turns(found[0].node, others.frame)
                 # Of these the last one is there now, with which it may not have run.
                 in_turns = others.of(found, turned, is_present_known=False)
                 for one in (*others.of(found, names), *in_turns):
-                    self._note_in(one, found, hops[at])
+                    for hop in others.hops(one, found, at, hops):
+                        self._note_in(one, found, hop)
 
     def _chosen_in_turns(self, node: ast.expr, frame: Frame) -> set[str]:
         """Return the variables of the loops around an expression that is in a branch of them which
@@ -418,11 +430,6 @@ def _begins(node: ast.expr) -> tuple[int, int]:
 def _instruction(running: types.FrameType) -> str:
     """Return the name of the instruction that a frame is at."""
     return dis.opname[running.f_code.co_code[running.f_lasti]]
-
-
-def _hop_before(offset: int, hops: Mapping[int, int]) -> int:
-    """Return the hop of the last instruction before another one that has run."""
-    return hops[max(known for known in hops if known < offset)]
 
 
 def _has_data(node: ast.AST, frame: Frame) -> bool:
