@@ -121,13 +121,12 @@ class SharedValues:
         itself: Any = weakref.proxy(self)  # a cycle would keep tensors of the frames
         self.sizes = Sizes(partial(SharedValues._is_lasting, itself), self.known, fake=fake)
         self._codes: dict[int, tuple[types.CodeType, Any]] = {}  # kept alive
-        self._cached: list[Any] = []  # kept alive
         self._returned: dict[int, tuple[types.CodeType, Any]] = {}  # by the id of a frame
         self._hops: dict[int, dict[int, int]] = {}  # of each frame's instructions
         self._taken_in = TakenIn(put_back, self._lasting)
         self._used_up = found_among(holders)  # refused if the forward uses them, by id
         self._stays: Effect | None = None  # the first that cannot be put back
-        self._classes = ClassesKept(modules)
+        self._classes, self._cached = ClassesKept(modules), list[Any]()  # kept alive
         self._pending = PendingWrites(self.known, self.sizes, fake=fake)
         note, still = partial(SharedValues._note_all, itself, over=True), SharedValues._note_still
         self.missed, self.untaken = MissedTensors(self.known), UntakenBranches(self.known)
@@ -187,8 +186,8 @@ class SharedValues:
         elif event == "return":
             if self._branches.is_over(frame):
                 ran, accesses = self._hops.pop(id(frame)), self._codes[id(frame.f_code)][1]
-                turns, around = self._loops.ended(frame), Frame(frame, self._functions, None)
-                self._branches.look(frame, accesses, ran, around, turns)
+                evaluated = Frame(frame, self._functions, None)
+                self._branches.look(frame, accesses, ran, evaluated, self._loops.ended(frame))
                 self._returned[id(caller_of(frame))] = frame.f_code, argument
             self._checkpoints.ends(frame)
             self._returned.pop(id(frame), None)

@@ -136,6 +136,12 @@ def attribute_in(owner: Any, name: Any) -> Any:
     return _attribute(owner, name)
 
 
+def _is_field(owner: Any, key: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    is_records = numpy is not None and isinstance(owner, numpy.recarray)
+    return is_records and isinstance(key, str) and key in (owner.dtype.names or ())
+
+
 def member_of(owner: Any, key: Any) -> Any:
     """Return an entry, a variable, or an attribute. A method of a mapping is none: its entries may
     have such names."""
@@ -159,6 +165,8 @@ def member_of(owner: Any, key: Any) -> Any:
         return owner.names.get(key, vars(builtins).get(key, UNKNOWN))
     if isinstance(owner, types.ModuleType):
         return vars(owner) if key == "__dict__" else vars(owner).get(key, UNKNOWN)
+    if _is_field(owner, key):  # of numpy's records
+        return sys.modules["numpy"].ndarray.__getitem__(owner, key)
     if isinstance(owner, dict):
         return dict.get(owner, key, UNKNOWN) if _is_plain_key(key) else UNKNOWN
     if isinstance(owner, list | tuple | deque) and isinstance(key, int):

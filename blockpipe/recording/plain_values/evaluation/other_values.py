@@ -86,7 +86,7 @@ class OtherValues:
         known = other.frame.f_locals
         asked = {n: id(known[n]) for n in names if n in known and not _is_tensor(known[n])}
         found = {
-            hop_before(offset + 1, turn.hops)
+            max(hop for known, hop in turn.hops.items() if known <= offset)  # hops only go up
             for turn in self._run
             if all(turn.bound.get(name) == value for name, value in asked.items())
         }
