@@ -131,8 +131,7 @@ class KnownValues:
         return [BY_NAME, *(owner for owner in known if owner is not BY_NAME)]
 
     def is_set_by_name(self, name: str | None, hop: int, line: str) -> None:
-        """Note that code which does not run sets something of a name in an object that nobody can
-        tell."""
+        """Note that code sets something of a name in an object that nobody can tell."""
         for owner in self.owners_by_name(name):
             known = self.at(owner, name)
             known.is_set(hop, line)

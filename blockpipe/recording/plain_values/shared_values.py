@@ -288,11 +288,11 @@ class SharedValues:
             self._note_inside(access, value, owner, frame, hop)
 
     def _note_unknown(self, access: Access, owner: Any, frame: Frame, hop: int) -> None:
-        """Note that code reads an object that nobody can tell; where it does not run, sets it."""
+        """Note that code reads, or sets, something in an object that nobody can tell."""
         name = named_of_unknown(access, frame, self._is_lasting)
         if access.reads and not access.is_said:
             self._reads_any(name, access, frame, hop)
-        if access.writes and owner is None and not frame.is_running:
+        if access.writes and owner is None:
             self.known.is_set_by_name(name, hop, frame.line)
 
     def _finds(self, access: Access, frame: Frame, owner: Any, value: Any) -> None:
