@@ -23,7 +23,7 @@ from ..recording.calls import hops_by_path
 from ..recording.plain_values.places import in_words
 from ..recording.recording import Recording
 from ..restoring.held_signals import RestoredWhole
-from ..restoring.holders import DictHolder
+from ..restoring.holders import ContentHolder, DictHolder
 from ..schedules.builders import ScheduleOption
 from ..weights.placement import Fingerprint
 from .shared_state import check_shared_state, opened_since
@@ -120,7 +120,8 @@ class SecondLooks:
                 return
             latest = found
         # What was not there before, a forward may have made when it first needed it.
-        left = [c for c in self._ahead if c.then is not UNSET and is_plain(c.then)]
+        before = (c for c in self._ahead if c.key is None or c.then is not UNSET)
+        left = [c for c in before if c.key is None or is_plain(c.then)]
         self._ahead = []
         if self._left >= 0:
             self._note_late([self._late_value(change, latest) for change in left], latest)
@@ -220,6 +221,8 @@ class SecondLooks:
 
     def _is_new(self, change: Change, known: Recording) -> bool:
         where = id(change.holder.owner), change.key
+        if isinstance(change.holder, ContentHolder) and where not in known.only_read:
+            return False  # the caller's, or what a hook writes
         if where in self._seen or len(self._seen) == MOST_VALUES:  # a history has ever more
             return False
         self._seen[where] = change

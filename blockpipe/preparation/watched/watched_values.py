@@ -59,6 +59,7 @@ from .seen import (
     seen,
 )
 from .watched_numbers import Asked, Questions, Where, answer, watched
+from .written_arrays import WrittenArrays
 
 MOST_VALUES = 2_000  # the nearest ones; they are compared before and after each step
 _MOST_RETURNS = 8  # distinct values of one place; one with more is a counter or a clock
@@ -162,6 +163,7 @@ class WatchedValues:
         self._reads = MemberReads()  # of members, by holder
         self._known = set[Any]()  # spaces with a name in them that a holder has
         self._own: set[Where] = set()  # the places that the forward itself sets
+        self._arrays = WrittenArrays([])
         self._steps = 0  # since the last look_around()
         self._count = 0  # of plain values
         self._values = self._reads.now()
@@ -182,7 +184,9 @@ class WatchedValues:
         users = (m for m in self._modules.values() if is_users(type(m).__module__))
         self._torchs -= {id(buffers_of(module)) for module in users}
         self._forget()
-        self._take(holders_read(self._model))
+        holders = [*holders_read(self._model)]
+        self._take(holders)
+        self._arrays = WrittenArrays(holders)
         on_parameters = [h for p in self._model.parameters() for h in hooks_of_leaf(p)]
         self._take(ModelState(values=False, contents=False, others=on_parameters).holders)
         self._values = self._reads.now()
@@ -235,6 +239,7 @@ class WatchedValues:
         if not self._is_whole:
             self._forget()
         has_turned, self._has_turned = self._has_turned, False
+        self._arrays.step_begins()
         return has_turned or not self._is_whole
 
     def step_is_over(self) -> list[Change]:
@@ -250,7 +255,7 @@ class WatchedValues:
         self._look(by_forward=True)
         self._steps += 1
         changes, self._changes = self._changes, []
-        return changes
+        return changes + [Change(array, None, Code()) for array in self._arrays.written()]
 
     def _look(self, *, by_forward: bool) -> None:
         if self._is_whole:

@@ -110,14 +110,20 @@ class PendingWrites:
 
     def _may_set_others(self, pending: PendingWrite) -> None:
         """Note whether a later forward may set another value than was there, or another entry."""
-        behind, may_set = pending.behind, self._known.may_set
-        keys = [pending.key] if any(starmap(may_set, behind.value)) else []
-        keys += [ALL] if any(starmap(may_set, behind.key)) else []
+        # What follows from itself alone has come to rest: a mean of values that are the same.
+        own = space_of(pending.owner), pending.key
+        others = [one for one in pending.behind.value if (space_of(one[0]), one[1]) != own]
+        keys = [pending.key] if any(starmap(self._is_set_at, others)) else []
+        keys += [ALL] if any(starmap(self._is_set_at, pending.behind.key)) else []
         for key in keys:
             known = self._known.at(pending.owner, key)
             known.is_set(pending.hop, pending.line, pending.calls)
             known.is_constant = known.is_fixed = False
         self._same += [] if keys else [pending]
+
+    def _is_set_at(self, owner: Any, key: Any) -> bool:
+        known = self._known.found_at(owner, key)  # not of other sizes, which are for themselves
+        return known is not None and bool(known.set_on or known.counted_on)
 
     def _is_set(self, pending: PendingWrite) -> None:
         if is_by_microbatch(pending.owner):

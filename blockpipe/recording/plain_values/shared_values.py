@@ -186,8 +186,8 @@ class SharedValues:
         elif event == "return":
             if self._branches.is_over(frame):
                 ran, accesses = self._hops.pop(id(frame)), self._codes[id(frame.f_code)][1]
-                evaluated = Frame(frame, self._functions, None)
-                self._branches.look(frame, accesses, ran, evaluated, self._loops.ended(frame))
+                around = Frame(frame, self._functions, None), self._loops.ended(frame)
+                self._branches.look(frame, accesses, ran, *around)
                 self._returned[id(caller_of(frame))] = frame.f_code, argument
             self._checkpoints.ends(frame)
             self._returned.pop(id(frame), None)
@@ -245,8 +245,8 @@ class SharedValues:
         if (self.draws.lasting or self._all_lasts) and access.use is not Use.NONE:
             self._draws(frame.evaluated(access.node), access.method, frame, hop)
         if (places := set_by_method(access.node, frame)) is not None:
-            lasting = [place for place in places if self._is_lasting(place[0])]
             is_open = any_open(arguments_of(access.node), frame, self.known)
+            lasting = [place for place in places if self._is_lasting(place[0])]
             self._will_set(lasting, access, frame, hop, is_fixed=not is_open)
             return
         owner, key, value = of_whole_arrays(access, frame)
@@ -259,7 +259,8 @@ class SharedValues:
                 self._lasting.update((id(owner), id(value)))
             owner, key, access = entry_of(access, frame, owner, key)
         if owner is None or hands_on(owner, key):
-            self._note_unknown(access, owner, frame, hop)
+            sets = access.writes and owner is None and (runs or not frame.is_running)
+            self._note_unknown(access, frame, hop, sets=sets)
         for use, held in used_by(access, value, owner, frame):
             if self._all_lasts or id(held) in self._lasting:
                 self._uses(replace(access, use=use), held, frame, hop)
@@ -287,13 +288,12 @@ class SharedValues:
         if access.reads and not access.is_said:
             self._note_inside(access, value, owner, frame, hop)
 
-    def _note_unknown(self, access: Access, owner: Any, frame: Frame, hop: int) -> None:
+    def _note_unknown(self, access: Access, frame: Frame, hop: int, *, sets: bool) -> None:
         """Note that code reads, or sets, something in an object that nobody can tell."""
         name = named_of_unknown(access, frame, self._is_lasting)
         if access.reads and not access.is_said:
             self._reads_any(name, access, frame, hop)
-        if access.writes and owner is None:
-            self.known.is_set_by_name(name, hop, frame.line)
+        self.known.is_set_by_name(name if sets else None, hop, frame.line)
 
     def _finds(self, access: Access, frame: Frame, owner: Any, value: Any) -> None:
         """Note where the forward finds a value, and what it does to it."""
