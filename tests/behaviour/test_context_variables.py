@@ -97,3 +97,31 @@ def test_a_context_of_the_models_own_is_as_it_was_after_a_recording() -> None:
     assert net[0].context.get(COUNT, 0) == 0
     assert net[0](torch.ones(2, 4)).shape == (2, 4)
     assert net[0].context[COUNT] == 1
+
+
+RARE = contextvars.ContextVar("rare", default=1.0)
+
+
+class SetsNowAndThen(nn.Module):
+    """Anneals every sixth forward, and reads in each one what an earlier one has left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.calls = nn.Linear(4, 4), nn.Linear(4, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+            self.calls += 1
+            if self.calls % 6 == 0:
+                RARE.set(0.5 ** (self.calls // 6))
+        with bp.Block(stage=1):
+            return self.b(h) / RARE.get()
+
+
+def test_a_variable_that_a_forward_sets_now_and_then_for_the_next_ones_is_refused():
+    """Attack 45: each micro-batch has a context of its own, and read the value of before the step."""
+    pipe = bp.Pipeline(SetsNowAndThen(), devices=stages(2), chunks=4)
+    x = torch.randn(8, 4)
+    with pytest.raises(StateError, match="changes a ContextVar .* reads it"):
+        pipe.forward_backward(x, target=x, loss_fn=nn.functional.mse_loss)

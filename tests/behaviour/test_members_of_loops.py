@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -100,6 +101,51 @@ def test_an_expert_when_data_choose_it_later_is_refused(route: Callable[..., Any
         StateError, match=r"the forward changes a list on hops \[0\].*on hops \[2\]"
     ):
         pipe.forward_backward(X, target=X, loss_fn=mse_loss)
+
+
+class Bank(nn.Module):
+    """Its first stage writes to a row of an array now and then, and the second one reads it."""
+
+    def __init__(self, rare: Callable[..., None]) -> None:
+        super().__init__()
+        self.a, self.b, self.calls = nn.Linear(4, 4), nn.Linear(4, 4), 0
+        self.rows, self.rare = np.ones((2, 4), np.float32), rare
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+            self.calls += 1
+            self.rare(self)
+        with bp.Block(stage=1):
+            return self.b(h) * float(self.rows.mean())
+
+
+def _row(net: Bank) -> None:
+    if net.calls % 6 == 0:
+        row = net.rows[1]
+        row[:] = 0.5 * row + net.calls
+
+
+def _unpacked_rows(net: Bank) -> None:
+    if net.calls % 6 == 0:
+        _, scale = net.rows
+        scale *= 0.5
+
+
+def _transposed(net: Bank) -> None:
+    if net.calls % 6 == 0:
+        columns = net.rows.T
+        columns[0] += net.calls
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("rare", [_row, _unpacked_rows, _transposed])
+def test_an_array_when_a_later_step_writes_to_it_is_told_of(rare: Callable[..., None]):
+    """Attack 45. Of an array, steps did not compare the content."""
+    pipe = bp.Pipeline(Bank(rare), devices=stages(2), chunks=4)
+    told = r"(changes a ndarray|ndarray was (set|written) during the step).* read"
+    with pytest.raises((StateError, UserWarning), match=told):
+        [pipe.forward_backward(X, target=X, loss_fn=mse_loss) for _ in range(2)]
 
 
 def _hidden(net: Experts, x: Tensor, h: Tensor) -> None:

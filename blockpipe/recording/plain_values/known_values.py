@@ -60,6 +60,8 @@ class KnownValues:
 
     def __init__(self, paths: Mapping[int, str], libraries: LibraryReads, *, fake: bool) -> None:
         self.variables: dict[int, tuple[ContextVar[Any], Any]] = {}
+        self._set_by_run = set[int]()  # of these, those that code has set which ran
+        self.is_run = True  # whether notes are of code that runs, and not of what it might do
         self._paths, self.libraries, self.fake = paths, libraries, fake
         self._values: dict[_Where, SharedValue] = {}
         self._of_other_sizes: dict[_Where, SharedValue] = {}
@@ -157,6 +159,7 @@ class KnownValues:
             calls: the forward's call that it is in.
             again: whether a checkpoint's function does it, which runs once more.
         """
+        self._set_by_run |= {id(owner)} if self.is_run else set()
         for place in (key,) if key is ALL else (key, BY_ARGUMENT):
             known = self.at(owner, place)
             known.is_set(hop, line, calls)
@@ -385,9 +388,12 @@ class KnownValues:
         return shared_change(known, name, lost_on, where, OF_UPDATE)
 
     def _is_counted_in(self, known: SharedValue) -> bool:
-        """Whether it is a context variable in which each forward leaves something for the next."""
+        """Whether it is a context variable in which each forward, or one now and then, leaves
+        something for the next."""
         variable, before = self.variables.get(id(known.owner), (None, None))
-        return variable is not None and known.is_carried and frozen(variable.get(None)) != before
+        if variable is None or not known.is_carried:
+            return False
+        return id(variable) not in self._set_by_run or frozen(variable.get(None)) != before
 
     @property
     def looks_up(self) -> bool:

@@ -106,9 +106,8 @@ class SharedValues:
         self._lasting = {id(holder.owner) for holder in holders} | {*map(id, modules.values())}
         self.first = frozenset(self._lasting)
         self._objects = owners_by_space(holders, modules.values())
-        self._lasting.update(names := names_of(modules))
         self._objects[id(os.environ)] = variables = os.environ._data  # type: ignore[attr-defined]
-        self._lasting.add(id(variables))
+        self._lasting.update(names := names_of(modules), [id(variables)])
         self._functions = functions_by_code(holder.owner for holder in holders)
         self.tensors, self.draws, self._loops = TensorUses(), DrawnNumbers(holders), Loops()
         self.indices = IndexUses(None)
@@ -225,6 +224,7 @@ class SharedValues:
         self, accesses: Iterable[Access], running: Any, hop: int, *, over: bool = False
     ) -> None:
         frame = Frame(running, self._functions, self._returned.get(id(running)))
+        self.known.is_run = not over
         for access in accesses:
             frame.line = frame.line_of(access.node) if over else frame.line
             try:

@@ -12,7 +12,7 @@ import contextlib
 import dis
 import itertools
 import types
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -164,21 +164,23 @@ class MissedBranches:
 
     def _note_handed_on(self, hops: Mapping[int, int], frame: Frame) -> None:
         """Note what functions would do that a function names and does not call by these names, and
-        those that are written inside of it."""
-        read = max(hops.values()), self._call()
+        those that are written inside of it: from where it begins to where it ends."""
+        for hop in {max(min(hops.values()), 0), max(hops.values())}:
+            for still in self._handed_on(hop, frame):
+                self._untaken.note_still(still, (hop, self._call()))
+
+    def _handed_on(self, hop: int, frame: Frame) -> Iterator[StillFrame]:
         if any(isinstance(one, types.CodeType) for one in frame.code.co_consts):
             names = frame.frame.f_globals, frame.frame.f_locals
             for inner in StillFrame(frame.code, *names).inner():
-                self._untaken.note_still(inner, read)
+                yield inner
                 around = Frame(inner, {}, None)  # type: ignore[arg-type]
                 for accesses in accesses_of(inner.f_code).values():
-                    for still in self._closed.behind(accesses, around, read[0]):
-                        self._untaken.note_still(still, read)
+                    yield from self._closed.behind(accesses, around, hop)
         for node in handed_on(frame.code):
             with contextlib.suppress(Exception):  # of an object that cannot be looked at
                 if isinstance(function := frame.bound(node), types.MethodType):
-                    for still in self._closed.of(function, read[0]):
-                        self._untaken.note_still(still, read)
+                    yield from self._closed.of(function, hop)
 
     def _note_chosen(
         self,
