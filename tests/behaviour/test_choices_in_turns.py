@@ -243,3 +243,29 @@ def test_what_a_later_forward_sets_when_another_stage_reads_it_is_refused(
     pipe = bp.Pipeline(Net(rare), devices=stages(2), chunks=4)
     with pytest.raises(StateError, match=r"the forward changes attribute 'value' of a Box"):
         pipe.forward_backward(X, target=X, loss_fn=mse_loss)
+
+
+class Mixes(nn.Module):
+    """Its first stage sets the second one's normalized weight now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.calls = nn.Linear(4, 4), 0
+        self.mix = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+            self.calls += 1
+            if self.calls % 6 == 0:
+                with torch.no_grad():
+                    self.mix.weight = torch.full((4, 4), self.calls / 100)
+        with bp.Block(stage=1):
+            return self.mix(h)
+
+
+def test_a_parametrized_weight_when_a_later_forward_sets_it_elsewhere_is_refused():
+    """Attack 45: torch writes to the tensors that it is computed from."""
+    pipe = bp.Pipeline(Mixes(), devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match=r"changes parameter 'mix\..*original0' on hops \[0\]"):
+        pipe.forward_backward(X, target=X, loss_fn=mse_loss)

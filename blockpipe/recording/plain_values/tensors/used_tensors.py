@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...._common.threads.thread_state import ours
-from ...._torch.modules import buffers_of, parameters_of, within
+from ...._torch.modules import buffers_of, children_of, parameters_of, within
 from ...._torch.tensors import is_view, storage_of
 from ..evaluation.expressions import Frame, members_of
 from ..evaluation.members import UNKNOWN
@@ -85,6 +85,13 @@ def uses_of(
                 node = value
             case ast.Attribute(value=value, attr=name) if name in _PARTS:
                 node = value
+            case ast.Attribute(value=value, attr=name):
+                yield from (
+                    TensorUse(tensor, key, reads=False, writes=True)
+                    for tensor in _parametrized(frame.evaluated(value), name)
+                    if lasts(tensor)
+                )
+                return
             case _:
                 return
     writes = access.writes or access.use in (Use.WRITE, Use.BOTH)
@@ -95,6 +102,16 @@ def uses_of(
     reads = reads or (key == GRADIENT and not writes)
     if reads or writes:
         yield from (TensorUse(tensor, key, reads, writes) for tensor in found.behind(node))
+
+
+def _parametrized(owner: Any, name: str) -> Iterator[Tensor]:
+    """Yield the tensors that torch computes an attribute from, and writes to where it is set."""
+    lists = children_of(owner).get("parametrizations") if isinstance(owner, nn.Module) else None
+    by_name = children_of(lists) if isinstance(lists, nn.Module) else {}
+    if (held := by_name.get(name)) is not None:
+        for module in within(held):
+            tensors = (*parameters_of(module).values(), *buffers_of(module).values())
+            yield from (tensor for tensor in tensors if tensor is not None)
 
 
 def _asks_shape(access: Access) -> bool:
