@@ -8,7 +8,7 @@ import gc
 import os
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from .iterators import StandIns
@@ -212,11 +212,14 @@ class CacheHolder(Holder):
 
     def restore(self) -> None:
         """Remove the results that are new, so that the next call has the function's other effects
-        again. One that a bounded cache has thrown out to make room is not put back."""
+        again. Those that a bounded cache has thrown out are not put back, so that it has none
+        where some are missing: the others may be new."""
         entries, before = _entries_of(self._cache), self._entries
-        if before is None or [*map(id, entries)] == [id(key) for key, _ in before]:
+        if before is None or _ids(entries.items()) == _ids(before):
             return
-        if not before:
+        kept = {id(value) for value in entries.values()}
+        was_cleared = not self._is_unbounded and any(id(value) not in kept for _, value in before)
+        if not before or was_cleared:
             self._cache.cache_clear()
         elif self._is_unbounded:
             entries.clear()
@@ -228,6 +231,10 @@ class CacheHolder(Holder):
 
     def lend(self, stand_ins: StandIns) -> None:
         """Do nothing: a copy of an iterator would stay in the cache."""
+
+
+def _ids(entries: Iterable[tuple[Any, Any]]) -> list[tuple[int, int]]:
+    return [(id(key), id(value)) for key, value in entries]
 
 
 def _entries_of(cache: Any) -> dict[Any, Any]:

@@ -279,6 +279,126 @@ def test_a_result_that_a_cache_keeps_when_another_stage_clears_the_cache_is_refu
     _refused(Cached())
 
 
+class Every:
+    """True at each sixth call."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> bool:
+        self.count = (self.count + 1) % 6
+        return self.count == 0
+
+
+class Due(nn.Module):
+    """Its second stage uses now and then what the first one sets, in a branch that it opens for a
+    later forward."""
+
+    def __init__(self, use: Callable[["Due", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.use = nn.Linear(4, 4), nn.Linear(4, 4), use
+        self.calls, self.seen, self.scale = 0, 0, 1.0
+        self.due, self.pending, self.phase = False, None, "rest"
+        self.flags, self.every = {"due": False}, Every()
+        self.register_buffer("turn", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+            self.calls += 1
+            self.scale = 1 + self.calls / 10
+        with bp.Block(stage=1):
+            return self.b(self.use(self, h))
+
+
+def _by_flag(net: Due, h: Tensor) -> Tensor:
+    if net.due:
+        h = h * net.scale
+    net.seen += 1
+    net.due = net.seen % 6 == 5
+    return h
+
+
+def _by_pending(net: Due, h: Tensor) -> Tensor:
+    if net.pending is not None:
+        h, net.pending = h * net.scale, None
+    net.seen += 1
+    if net.seen % 6 == 5:
+        net.pending = "scale"
+    return h
+
+
+def _by_phase(net: Due, h: Tensor) -> Tensor:
+    net.seen += 1
+    if net.phase == "scale":
+        h, net.phase = h * net.scale, "rest"
+    elif net.seen % 6 == 5:
+        net.phase = "scale"
+    return h
+
+
+def _by_entry(net: Due, h: Tensor) -> Tensor:
+    if net.flags["due"]:
+        h = h * net.scale
+    net.seen += 1
+    net.flags["due"] = net.seen % 6 == 5
+    return h
+
+
+def _by_buffer(net: Due, h: Tensor) -> Tensor:
+    turn = int(net.turn)
+    net.turn.fill_((turn + 1) % 6)
+    return h * net.scale if turn == 5 else h
+
+
+def _by_trigger(net: Due, h: Tensor) -> Tensor:
+    return h * net.scale if net.every() else h
+
+
+OPENED = [_by_flag, _by_pending, _by_phase, _by_entry, _by_buffer, _by_trigger]
+
+
+@pytest.mark.parametrize("use", OPENED)
+def test_a_branch_that_an_earlier_forward_opens_counts(use: Callable[[Due, Tensor], Tensor]):
+    """Attack 45: nothing that decides it had changed while the model was recorded."""
+    _refused(Due(use))
+
+
+class CachedAlone(Left):
+    """One stage alone uses a cache, which was filled before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+        with bp.Block(stage=1):
+            self.calls += 1
+            y = self.b(h) * scale()
+            if self.calls % 3 == 2:
+                scale.cache_clear()
+                SCALE[0] = 1 + self.calls / 10
+                scale()
+            return y
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "sequential"])
+def test_what_a_cache_keeps_is_as_before_a_recording(schedule: str):
+    """Attack 45: it kept what the recording had computed anew, for the same key."""
+    net = CachedAlone()
+    plain = copy.deepcopy(net)
+    losses = []
+    for model in (plain, net):
+        scale.cache_clear()
+        SCALE[0] = 1.0
+        scale()
+        if model is plain:
+            found = [plain_step(plain, (X,), {}, X, mse_loss, 4) for _ in range(3)]
+        else:
+            pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule=schedule)
+            found = [pipe.forward_backward(X, target=X, loss_fn=mse_loss).loss for _ in range(3)]
+        losses.append([loss.cpu() for loss in found])
+    assert_close(*losses)
+
+
 class Own(Left):
     """What one stage alone sets and reads is its own, whatever it follows from."""
 

@@ -154,6 +154,7 @@ class PendingWrites:
             if pending.again:
                 known.set_again_on.add(pending.hop)
         elif any(pending.behind) and not isinstance(pending.key, Registered):
+            known.follows = True
             self._same.append(pending)
 
     def _is_set_by_size(self, pending: PendingWrite, by_size: BySize) -> None:

@@ -44,6 +44,7 @@ class SharedValue:
     ordered_on: set[int] = field(default_factory=set)  # where the order of its updates counts
     is_carried: bool = False  # what one forward leaves there the next one reads
     is_traced: bool = False  # whether the user's own code sets it
+    follows: bool = False  # what it is set to follows from something, though it was the same
     is_constant: bool = True  # all values that it is set to may be equal in each forward
     remedy: str = ""  # where it is a special one
     held_by: tuple[Any, Any] | None = None  # where else to find it: an owner, and a key in that

@@ -26,7 +26,7 @@ from ..evaluation.sizes import Sizes
 from ..evaluation.still_frames import STOPS, StillFrame
 from ..known_values import KnownValues
 from ..questions.chosen import Choices
-from ..questions.open_questions import any_open
+from ..questions.open_questions import any_open, follows_from_set
 from ..still_code import with_inner
 from ..syntax.accesses import (
     Access,
@@ -40,7 +40,7 @@ from ..syntax.accesses import (
     turns_of,
 )
 from ..syntax.branches import Turn, is_in
-from ..syntax.deciders import is_handed_to_each, is_in_table
+from ..syntax.deciders import is_missed
 from ..syntax.effects import ASKS_SHAPE, name_called
 from ..tensors.missed_tensors import MissedTensors
 from ..tensors.untaken_branches import UntakenBranches
@@ -138,20 +138,29 @@ class MissedBranches:
             self._note_others_of_run((), accesses, hops, others_of)
             return
         self._note_untaken(missed, accesses, hops, frame)
-        opened = missed & self._opened(running, accesses, hops, frame, raised)
-        is_open = any_open(tests_of(running.f_code), frame, self._known)
-        if is_open or not self._fake:
-            closed = self._tensors.is_closed
-            by_turns = set() if is_open else self._in_turns(running.f_code, accesses, hops)
-            others = missed - by_turns
-            opened |= {at for at in others if not closed(accesses[at][0].node, frame)}
+        opened = set[int]()
+        found = missed & self._opened(running, accesses, hops, frame, raised)
+        while new := (found | self._opened_by_conditions(missed, accesses, hops, frame)) - opened:
+            opened |= new  # and what they set may open others
+            self._note_each(new, accesses, hops, others_of)
+        if not self._fake or any_open(tests_of(frame.code), frame, self._known):
             self._note_inner(opened, accesses, hops, frame)
-        self._note_each(opened, accesses, hops, others_of)
         self._note_others_of_run(opened, accesses, hops, others_of)
         others = missed - opened
         if others and self._sizes.asked(turns_of(running.f_code), frame):
             self._note_each(others, accesses, hops, others_of, by_size=True)
             self._note_inner(others, accesses, hops, frame, by_size=True)
+
+    def _opened_by_conditions(
+        self, missed: set[int], accesses: _Accesses, hops: Mapping[int, int], frame: Frame
+    ) -> set[int]:
+        """Return the instructions that conditions may lead to in another forward."""
+        is_open = any_open(tests_of(frame.code), frame, self._known)
+        if not is_open and self._fake:
+            return set()
+        by_turns = set() if is_open else self._in_turns(frame.code, accesses, hops)
+        closed = self._tensors.is_closed
+        return {at for at in missed - by_turns if not closed(accesses[at][0].node, frame)}
 
     def _note_untaken(
         self, missed: Iterable[int], accesses: _Accesses, hops: Mapping[int, int], frame: Frame
@@ -298,8 +307,8 @@ class MissedBranches:
                 node = next((many[0].node for many in inside.values()), None)
                 if node is None or inner.f_code is frame.code or inner.f_code in self._ran:
                     continue
-                is_missed = _is_missed(node, frame.code, accesses, hops, opened)
-                if not is_missed or (not by_size and self._tensors.is_closed(node, frame)):
+                has_not_run = is_missed(node, frame.code, accesses, hops, opened)
+                if not has_not_run or (not by_size and self._tensors.is_closed(node, frame)):
                     continue
                 before = [begins for begins in begun if begins < _begins(node)]
                 hop = hops[begun[max(before)]] if before else min(hops.values())
@@ -382,8 +391,7 @@ class MissedBranches:
         of_matrices = torch.linalg.LinAlgError  # type: ignore[attr-defined]
         if of_matrices in kinds or any(name_called(part) in _MAY_FAIL for part in parts):
             return True
-        asked = (one for one in parts if isinstance(getattr(one, "ctx", None), ast.Load))
-        if any_open(asked, frame, self._known, calls=False):
+        if follows_from_set(turn.by, frame, self._known):
             return True
         return not self._fake and any(_has_data(node, frame) for node in turn.by)
 
@@ -392,31 +400,6 @@ class MissedBranches:
         """Whether any error of some kinds may follow from the data."""
         flat = (one for kind in kinds for one in (kind if isinstance(kind, tuple) else (kind,)))
         return any(not (isinstance(k, type) and issubclass(k, _OF_NO_DATA)) for k in flat)
-
-
-def _is_missed(
-    node: ast.expr,
-    code: types.CodeType,
-    accesses: _Accesses,
-    ran: Container[int],
-    opened: Container[int],
-) -> bool:
-    """Return whether an expression is in a branch, or a loop, of which nothing has run."""
-    for condition in conditions_of(code):
-        side = condition.asked_for(node)
-        if side is not None:
-            sides = ((at, condition.asked_for(many[0].node)) for at, many in accesses.items())
-            if not any(at in ran for at, other in sides if other is side):
-                return True
-    if is_handed_to_each(node, code) or is_in_table(node, code):
-        return True
-    for turn in branches_of(code):
-        inside = turn.has if turn.is_loop else turn.handles
-        if inside(node):
-            body = [at for at, many in accesses.items() if inside(many[0].node)]
-            if not any(at in ran for at in body):
-                return any(at in opened for at in body) or not body
-    return False
 
 
 def _first_of(running: types.FrameType) -> int:

@@ -9,14 +9,14 @@ import ast
 import contextlib
 import itertools
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from ...._common.libraries import has_users_code
 from ..evaluation.expressions import Frame
-from ..evaluation.members import ALL, UNKNOWN
+from ..evaluation.members import ALL, UNKNOWN, attribute_in
 from ..evaluation.sizes import argument_of, is_called_from_outside
 from ..evaluation.still_frames import Given
 from ..known_values import KnownValues
@@ -56,14 +56,28 @@ def any_open(
         calls: whether in a real run each call that asks for more than shapes counts.
     """
     asked, values = [*questions], _Values(known, calls=calls and not known.fake)
-    if not known.fake and any(_is_tensor(name, frame) for name in asked_for_values(asked)):
-        return True
+    for name in asked_for_values(asked):
+        if _is_tensor(name, frame) and (not known.fake or _is_kept(name, frame)):
+            return True
     if any(values.may_differ(node, frame) for node in asked):
         return True
-    nodes = (node for one in asked for node in ast.walk(one))
-    if any(_is_set(node, frame, known) for node in nodes):
+    return follows_from_set(asked, frame, known)
+
+
+def follows_from_set(questions: Sequence[ast.AST], frame: Frame, known: KnownValues) -> bool:
+    """Return whether code asks for what forwards set, or draws, itself or for a local variable that
+    it names.
+
+    Args:
+        questions: the code: expressions, or statements.
+        frame: the frame that it is in.
+        known: what the forward sets.
+    """
+    nodes = (node for one in questions for node in ast.walk(one))
+    loads = (node for node in nodes if not isinstance(getattr(node, "ctx", None), ast.Store))
+    if any(_is_set(node, frame, known) for node in loads):
         return True
-    return any(_is_set(node, frame, known) for node in _behind(asked, frame))
+    return any(_is_set(node, frame, known) for node in _behind(questions, frame))
 
 
 class _Values:
@@ -164,7 +178,8 @@ class _Values:
         is_tensor = isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and isinstance(
             frame.evaluated(node), Tensor
         )
-        return (is_tensor and not self._known.fake) or self.may_differ(node, frame)
+        is_asked = is_tensor and (not self._known.fake or _is_kept(node, frame))
+        return is_asked or self.may_differ(node, frame)
 
     def _size_may_differ(self, node: ast.expr, frame: Frame) -> bool:
         """Whether the size of what an expression gives may be another one for other data."""
@@ -224,6 +239,9 @@ def _computes(function: Any) -> bool:
 def users_function(call: ast.Call, frame: Frame) -> Any:
     """Return the function of the user's that a call calls; ``None`` if it is no such one."""
     function = frame.bound(call.func)
+    called = attribute_in(type(function), "__call__")  # of an object
+    if isinstance(called, types.FunctionType) and not isinstance(function, nn.Module):
+        function = types.MethodType(called, function)
     return function if _is_users(getattr(function, "__func__", function)) else None
 
 
@@ -266,7 +284,7 @@ def _sets(access: Access, frame: Frame, known: KnownValues) -> bool:
     """Whether forwards set the value that an access reads, or change its content."""
     owner, key, value = frame.owner_of(access)
     found = (known.found_at(owner, key), known.found_at(value, ALL))
-    return any(one is not None and (one.set_on or one.counted_on) for one in found)
+    return any(o is not None and (o.set_on or o.counted_on or o.follows) for o in found)
 
 
 def _behind(questions: Iterable[ast.AST], frame: Frame) -> Iterator[ast.AST]:
@@ -307,6 +325,13 @@ def _but_identity(question: ast.AST) -> Iterator[ast.AST]:
             return
         case _:
             yield question
+
+
+def _is_kept(node: ast.AST, frame: Frame) -> bool:
+    """Whether a tensor is kept from one forward to the next, which may write to it, and whose value
+    a fake run knows as well: a count in a buffer."""
+    is_attribute = isinstance(node, ast.Attribute | ast.Subscript)
+    return is_attribute and not isinstance(frame.evaluated(node), nn.Parameter)  # type: ignore[arg-type]
 
 
 def _is_tensor(name: ast.Name, frame: Frame) -> bool:

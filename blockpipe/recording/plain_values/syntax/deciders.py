@@ -4,8 +4,9 @@ import ast
 import functools
 import itertools
 import types
+from collections.abc import Container, Mapping
 
-from .accesses import accesses_of, branches_of, calls_of, conditions_of, sources_of
+from .accesses import Access, accesses_of, branches_of, calls_of, conditions_of, sources_of
 from .branches import is_in
 from .effects import CALLS_EACH, CHANGES_GIVEN, DOES_BOTH, WRITES, arguments_of, name_called
 from .nodes import lines_of, nodes_of
@@ -56,3 +57,28 @@ def is_in_table(node: ast.expr, code: types.CodeType) -> bool:
         for member in getattr(table, "values", getattr(table, "elts", ()))
     )
     return is_in([one for one in members if isinstance(one, ast.Lambda)], node)
+
+
+def is_missed(
+    node: ast.expr,
+    code: types.CodeType,
+    accesses: Mapping[int, list[Access]],
+    ran: Container[int],
+    opened: Container[int],
+) -> bool:
+    """Return whether an expression is in a branch, or a loop, of which nothing has run."""
+    for condition in conditions_of(code):
+        side = condition.asked_for(node)
+        if side is not None:
+            sides = ((at, condition.asked_for(many[0].node)) for at, many in accesses.items())
+            if not any(at in ran for at, other in sides if other is side):
+                return True
+    if is_handed_to_each(node, code) or is_in_table(node, code):
+        return True
+    for turn in branches_of(code):
+        inside = turn.has if turn.is_loop else turn.handles
+        if inside(node):
+            body = [at for at, many in accesses.items() if inside(many[0].node)]
+            if not any(at in ran for at in body):
+                return any(at in opened for at in body) or not body
+    return False
