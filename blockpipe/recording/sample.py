@@ -55,6 +55,7 @@ class RecordRequest:
         on_index: is given each value that the forward uses as an index, with the line; ``None``:
             nobody asks.
         crossed: the memory of what has crossed in the first of two runs.
+        turned: the places that its conditions asked and that it set later, by the owner's number.
     """
 
     model: nn.Module
@@ -73,6 +74,7 @@ class RecordRequest:
     states: list[ModelState] = field(default_factory=list)
     on_index: Callable[[Any, str], None] | None = None
     crossed: CrossedMemory = field(default_factory=CrossedMemory)
+    turned: set[tuple[int, Any]] = field(default_factory=set)
 
 
 _SHOWN = 8  # of a container's members, or a forward's parameters

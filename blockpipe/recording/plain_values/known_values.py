@@ -31,6 +31,7 @@ from .remedies import (
     OF_VARIABLE,
 )
 from .values import (
+    AskedPlaces,
     SharedValue,
     back,
     frozen,
@@ -61,7 +62,7 @@ class KnownValues:
     def __init__(self, paths: Mapping[int, str], libraries: LibraryReads, *, fake: bool) -> None:
         self.variables: dict[int, tuple[ContextVar[Any], Any]] = {}
         self._set_by_run = set[int]()  # of these, those that code has set which ran
-        self.is_run = True  # whether notes are of code that runs, and not of what it might do
+        self.is_run = True  # whether notes are of such code, and not of what others might do
         self._paths, self.libraries, self.fake = paths, libraries, fake
         self._values: dict[_Where, SharedValue] = {}
         self._of_other_sizes: dict[_Where, SharedValue] = {}
@@ -69,6 +70,7 @@ class KnownValues:
         self._ignored: dict[int, Any] = {}  # by id
         self._forwards: dict[int, SharedValue] = {}  # by the id of their code
         self.set_in_new: set[str] = set()
+        self.asked = AskedPlaces(self._values)  # by conditions
         self._of_loss: list[SharedValue] = []
         self._is_unsure = False  # whether code beside the forward may read one of these
 

@@ -142,6 +142,39 @@ class SharedValue:
             self.first_loss = self.first_loss or line
 
 
+class AskedPlaces:
+    """The places that the conditions of a forward ask.
+
+    Args:
+        values: what the forward reads and sets, by place.
+
+    Attributes:
+        turned: those that a forward has set after a condition had asked.
+    """
+
+    def __init__(self, values: Mapping[_Place, SharedValue]) -> None:
+        self.turned, self._asked, self._values = set[_Place](), set[_Place](), values
+
+    def is_open(self, where: _Place) -> bool:
+        """Return whether a forward may have set what a condition asks."""
+        if where in self.turned or self._is_set(where):
+            return True
+        self._asked.add(where)
+        return False
+
+    def turn_later(self) -> bool:
+        """Return, when the forward is over, whether it has set anything after a condition had asked
+        for it: then another run shows what that one leads to."""
+        found = {*filter(self._is_set, self._asked)}
+        is_new = not found <= self.turned
+        self.turned |= found
+        return is_new
+
+    def _is_set(self, where: _Place) -> bool:
+        value = self._values.get(where)
+        return value is not None and bool(value.set_on or value.counted_on or value.follows)
+
+
 def read_inside(values: Mapping[_Place, SharedValue]) -> Iterator[tuple[_Place, SharedValue]]:
     """Yield the containers that the forward changes and that code may read by a name, each with its
     place and with those reads: ``list(self.layers.values())[1].counts[0]``.

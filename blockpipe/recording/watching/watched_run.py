@@ -137,6 +137,7 @@ def _watching_values(
     around, modules = [*holders, *request.modes], dict(request.model.named_modules())
     here = recorder.hop_here, lambda: recorder.calls.innermost
     values = SharedValues(around, put_back, modules, *here, fake=fake, traces=traces)
+    values.known.asked.turned = request.turned
     values.known.ignore(h.owner for h in request.modes if container_of(h.owner) is not None)
     of_batch = made_in([*request.args, *request.kwargs.values()])
     values.sizes.given(type(request.model).forward, (holder.owner for holder in of_batch))
@@ -379,6 +380,7 @@ def _note_state(
         *known.found(reads, result, recorder.held),
         *recorder.backward_code.read_by_libraries(model, result),
     ]
+    result.changes_unseen |= known.asked.turn_later()
     known.note_by_size(reads, result, recorder.held)
     recorder.sets, recorder.carries = [*known.sets_by_call()], [*known.reads_by_call()]
     result.carried = list(values.known.carried(reads))

@@ -20,6 +20,7 @@ from ..evaluation.members import ALL, UNKNOWN, attribute_in
 from ..evaluation.sizes import argument_of, is_called_from_outside
 from ..evaluation.still_frames import Given
 from ..known_values import KnownValues
+from ..places import space_of
 from ..still_code import frames_of
 from ..syntax.accesses import Access, accesses_of, calls_of, sources_of
 from ..syntax.deciders import fills
@@ -283,8 +284,9 @@ def _asks_for_set(call: ast.Call, frame: Frame, known: KnownValues) -> bool:
 def _sets(access: Access, frame: Frame, known: KnownValues) -> bool:
     """Whether forwards set the value that an access reads, or change its content."""
     owner, key, value = frame.owner_of(access)
-    found = (known.found_at(owner, key), known.found_at(value, ALL))
-    return any(o is not None and (o.set_on or o.counted_on or o.follows) for o in found)
+    places = (space_of(owner), key), (space_of(value), ALL)
+    found = [known.asked.is_open(where) for where in places]  # each is noted
+    return any(found)
 
 
 def _behind(questions: Iterable[ast.AST], frame: Frame) -> Iterator[ast.AST]:
