@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ...restoring.contents import content_of
-from ...restoring.holders import ContentHolder, Holder
+from ...restoring.holders import ContentHolder, DictHolder, Holder, SequenceHolder
+from .reading import size_of
 
 _MOST_BYTES, _MOST_ARRAYS = 1 << 16, 256  # of one, and how many: guesses
 
@@ -23,7 +24,8 @@ class WrittenArrays:
     """
 
     def __init__(self, holders: Iterable[Holder]) -> None:
-        members = (member for holder in holders for _, member in holder.now())
+        few = (holder for holder in holders if not _is_large(holder))
+        members = (member for holder in few for _, member in holder.now())
         found = {id(one): one for one in members if 0 <= _size(one) <= _MOST_BYTES}
         self._arrays = [*found.values()][:_MOST_ARRAYS]
         self._then = list[int]()
@@ -37,6 +39,12 @@ class WrittenArrays:
         for one, then in zip(self._arrays, self._then, strict=False):
             if _digest(one) != then and (holder := content_of(one)) is not None:
                 yield holder
+
+
+def _is_large(holder: Holder) -> bool:
+    """Whether an object is a container of more members than arrays are looked at: a data set."""
+    is_container = isinstance(holder, DictHolder | SequenceHolder)
+    return is_container and size_of(holder) > _MOST_ARRAYS
 
 
 def _size(value: Any) -> int:

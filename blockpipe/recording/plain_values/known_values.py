@@ -117,8 +117,7 @@ class KnownValues:
     def may_set(self, owner: Any, key: Any) -> bool:
         """Return whether the forward sets the value at a place, for any size."""
         known = self.found_at(owner, key)
-        is_set = known is not None and bool(known.set_on or known.counted_on)
-        return is_set or self.turns(owner, key)
+        return (known is not None and known.is_changed) or self.turns(owner, key)
 
     def found_at(self, owner: Any, key: Any) -> SharedValue | None:
         """Return the value at a place, if it is known."""
@@ -269,7 +268,7 @@ class KnownValues:
         return {
             (space_of(known.owner), None if known.key is ALL else known.key): hops_of(known.read_on)
             for known in self._values.values()
-            if known.read_on and not (known.set_on or known.counted_on)
+            if known.read_on and not known.is_changed
         }
 
     def note_by_size(

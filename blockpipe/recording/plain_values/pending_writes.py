@@ -123,7 +123,7 @@ class PendingWrites:
 
     def _is_set_at(self, owner: Any, key: Any) -> bool:
         known = self._known.found_at(owner, key)  # not of other sizes, which are for themselves
-        return known is not None and bool(known.set_on or known.counted_on)
+        return known is not None and known.is_changed
 
     def _is_set(self, pending: PendingWrite) -> None:
         if is_by_microbatch(pending.owner):

@@ -66,6 +66,11 @@ class SharedValue:
         self.lines.add(line)
         self.set_on.add(hop)
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether forwards set it, or count in it."""
+        return bool(self.set_on or self.counted_on)
+
     def is_found(self, hop: int, line: str) -> None:
         """Note that code on a hop may find what the forward before has left."""
         # A branch that was not taken is noted when its function is over, so after later hops.
@@ -165,14 +170,16 @@ class AskedPlaces:
     def turn_later(self) -> bool:
         """Return, when the forward is over, whether it has set anything after a condition had asked
         for it: then another run shows what that one leads to."""
-        found = {*filter(self._is_set, self._asked)}
+        later = {where: self._values[where] for where in self._asked if where in self._values}
+        # What was set to another value may have been made once, and the second run finds it.
+        found = {where for where, value in later.items() if value.counted_on or value.follows}
         is_new = not found <= self.turned
         self.turned |= found
         return is_new
 
     def _is_set(self, where: _Place) -> bool:
         value = self._values.get(where)
-        return value is not None and bool(value.set_on or value.counted_on or value.follows)
+        return value is not None and (value.is_changed or value.follows)
 
 
 def read_inside(values: Mapping[_Place, SharedValue]) -> Iterator[tuple[_Place, SharedValue]]:

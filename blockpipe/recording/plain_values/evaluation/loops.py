@@ -54,7 +54,9 @@ class Loops:
         names, known_now = names_bound(code), frame.f_locals
         now = {n: known_now[n] for n in names if n in known_now}
         bound = {name: id(value) for name, value in now.items() if not isinstance(value, Tensor)}
-        self._turns.setdefault(id(frame), []).append(RunTurn(bound, dict(hops)))
+        turns = self._turns.setdefault(id(frame), [])
+        is_same = bool(turns) and turns[-1].hops == hops  # long loops stay on one hop
+        turns.append(RunTurn(bound, turns[-1].hops if is_same else dict(hops)))
         at, here = (id(frame), frame.f_lasti), hop()
         before, self._hops[at] = self._hops.get(at), here
         return () if before == here else looks_into

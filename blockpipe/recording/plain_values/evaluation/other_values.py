@@ -31,7 +31,7 @@ class OtherValues:
 
     def of(
         self,
-        accesses: Iterable[Access],
+        accesses: Sequence[Access],
         names: Collection[str] | None = None,
         *,
         is_present_known: bool = True,
@@ -45,12 +45,9 @@ class OtherValues:
         """
         if names is not None and not names:
             return
-        nodes = [one.node for one in accesses]
-        parts = [part for node in nodes for part in ast.walk(node)]
-        named = {part.id for part in parts if isinstance(part, ast.Name)}
-        others = named.intersection(self._names if names is None else names)
+        others = _named_in(accesses).intersection(self._names if names is None else names)
         # Of a frame that does not run, the results of calls are known as well.
-        is_unknown = names is None and any(map(self._is_unknown, nodes))
+        is_unknown = names is None and any(self._is_unknown(a.node) for a in accesses)
         if not others and not is_unknown:
             return
         if self._turns is None:
@@ -81,10 +78,8 @@ class OtherValues:
         latest = hops[offset] if offset in hops else hop_before(offset, hops)
         if other is self.frame or not self._run:
             return {latest}
-        parts = (part for one in accesses for part in ast.walk(one.node))
-        names = {part.id for part in parts if isinstance(part, ast.Name)} & self._names
-        known = other.frame.f_locals
-        asked = {n: id(known[n]) for n in names if n in known and not _is_tensor(known[n])}
+        known = {n: v for n, v in other.frame.f_locals.items() if not isinstance(v, Tensor)}
+        asked = {n: id(known[n]) for n in _named_in(accesses) & self._names & known.keys()}
         found = {
             max(hop for known, hop in turn.hops.items() if known <= offset)  # hops only go up
             for turn in self._run
@@ -102,8 +97,9 @@ class OtherValues:
         return StillFrame(self.frame.code, *names, cells=cells)
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
+def _named_in(accesses: Iterable[Access]) -> set[str]:
+    parts = (part for one in accesses for part in ast.walk(one.node))
+    return {part.id for part in parts if isinstance(part, ast.Name)}
 
 
 def _stand_for(names: Iterable[str], known: Mapping[str, Any]) -> tuple[int, ...]:

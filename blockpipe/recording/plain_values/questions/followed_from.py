@@ -17,11 +17,10 @@ from ..evaluation.members import ALL
 from ..evaluation.sizes import argument_of
 from ..evaluation.still_frames import Given
 from ..still_code import frames_of
-from ..syntax.accesses import Access, accesses_of, sources_of
+from ..syntax.accesses import Access, sources_of
 from ..syntax.deciders import fills
 from ..syntax.effects import arguments_of
-from ..syntax.uses import Use
-from .open_questions import users_function
+from .open_questions import reads_in, users_function
 
 _MOST = 64  # expressions that are followed: a guess
 
@@ -90,13 +89,10 @@ def _read_by(call: ast.Call, frame: Frame) -> Iterator[Place]:
     if function is None:
         return
     for still in frames_of(function, Given.by(call, frame)):
-        inner = Frame(still, {}, None)  # type: ignore[arg-type]
-        for accesses in accesses_of(still.f_code).values():
-            for access in accesses:
-                if access.reads and access.use is not Use.WRITE:
-                    owner, key, value = _owner_of(access, inner)
-                    yield from () if owner is None else ((owner, key),)
-                    yield from () if value is None else ((value, ALL),)
+        for access, inner in reads_in(still):
+            owner, key, value = _owner_of(access, inner)
+            yield from () if owner is None else ((owner, key),)
+            yield from () if value is None else ((value, ALL),)
 
 
 def _owner_of(access: Access, frame: Frame) -> tuple[Any, Any, Any]:

@@ -18,7 +18,7 @@ from ...._common.libraries import has_users_code
 from ..evaluation.expressions import Frame
 from ..evaluation.members import ALL, UNKNOWN, attribute_in
 from ..evaluation.sizes import argument_of, is_called_from_outside
-from ..evaluation.still_frames import Given
+from ..evaluation.still_frames import Given, StillFrame
 from ..known_values import KnownValues
 from ..places import space_of
 from ..still_code import frames_of
@@ -272,13 +272,18 @@ def _asks_for_set(call: ast.Call, frame: Frame, known: KnownValues) -> bool:
     for still in frames_of(function, Given.by(call, frame)):
         if any(name_called(one) in ASKS_CHANCE for one in calls_of(still.f_code)):
             return True
-        inner = Frame(still, {}, None)  # type: ignore[arg-type]
-        for accesses in accesses_of(still.f_code).values():
+        for access, inner in reads_in(still):
             with contextlib.suppress(Exception):  # of an object that cannot be looked at
-                asked = (one for one in accesses if one.reads and one.use is not Use.WRITE)
-                if any(_sets(access, inner, known) for access in asked):
+                if _sets(access, inner, known):
                     return True
     return False
+
+
+def reads_in(still: StillFrame) -> Iterator[tuple[Access, Frame]]:
+    """Yield what a function reads that does not run, each with the frame to evaluate it in."""
+    inner = Frame(still, {}, None)  # type: ignore[arg-type]
+    for accesses in accesses_of(still.f_code).values():
+        yield from ((one, inner) for one in accesses if one.reads and one.use is not Use.WRITE)
 
 
 def _sets(access: Access, frame: Frame, known: KnownValues) -> bool:
