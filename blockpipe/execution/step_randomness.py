@@ -94,7 +94,7 @@ class StepRandomness:
         drawn = set[Source]() if self._is_first else others
         kinds = {source if isinstance(source, str) else "torch" for source in drawn}
         is_new = [self._prepared.mark_as_random(kind=kind) for kind in sorted(kinds)]
-        if self._streams is None or not others or self._is_one_by_one:
+        if not others or self._is_one_by_one:
             return  # one by one a backward may draw, too
         if not any(is_new):
             warn(
@@ -107,10 +107,11 @@ class StepRandomness:
             )
         else:
             warn(
-                "a stage that had not drawn random numbers before has drawn some (a dropout in a "
-                "branch that the data choose?), or a hook in a backward or another thread, so "
-                "that the numbers of this step depended on timing; from the next step on all "
-                f"forwards take turns, and draw the same numbers in each run ({users_line()})"
+                "a stage that had not drawn random numbers before has drawn some (a dropout that "
+                "begins now, or in a branch that the data choose?), or a hook in a backward or "
+                "another thread; where it was not alone, the numbers of this step depended on "
+                "timing; from the next step on all forwards take turns, and draw the same numbers "
+                f"in each run ({users_line()})"
             )
 
     def enter(self, m: int, sources: list[Source]) -> None:

@@ -83,6 +83,29 @@ def test_a_late_draw_is_told_and_later_steps_draw_the_same_in_each_run(draw):
         assert other[2:] == results[0][2:]
 
 
+class Warm(nn.Linear):
+    """Drops after two steps."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return F.dropout(super().forward(x), 0.3 * min((self.calls - 1) // 8, 1))
+
+
+@pytest.mark.cpu("whether stages overlap")
+def test_draws_that_begin_where_no_stage_drew_are_told():
+    """Attack 43: what was known to draw was nobody, and so nobody was told."""
+    layers = nn.Sequential(Warm(4, 8), Warm(8, 8), Warm(8, 3))
+    for stage, layer in enumerate(layers):
+        bp.BeginBlock(layer, stage=stage)
+    pipe = bp.Pipeline(layers, devices=stages(3), chunks=4)
+    [pipe.forward_backward(LOW, target=Y, loss_fn=F.mse_loss) for _ in range(2)]
+    with pytest.warns(UserWarning, match="depended on timing; from the next step on"):
+        pipe.forward_backward(LOW, target=Y, loss_fn=F.mse_loss)
+    pipe.forward_backward(LOW, target=Y, loss_fn=F.mse_loss)
+
+
 class Slow(Net):
     """Leaves others time between the stretches that draw."""
 
