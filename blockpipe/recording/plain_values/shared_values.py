@@ -35,7 +35,8 @@ from ..library_reads import LibraryReads
 from .checkpoints import CheckpointedFrames
 from .drawn_numbers import DrawnNumbers, draws_from
 from .evaluation.by_call import asked_by_call, set_by_call, set_by_method
-from .evaluation.expressions import Frame, caller_of
+from .evaluation.callers import caller_of
+from .evaluation.expressions import Frame
 from .evaluation.index_uses import IndexUses
 from .evaluation.loops import Loops
 from .evaluation.members import ALL, TRAINS, UNKNOWN, WHOLE, Names, owners_of, whose

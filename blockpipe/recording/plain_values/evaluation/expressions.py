@@ -48,11 +48,11 @@ _WALKS = frozenset(
         *("modules", "named_modules", "children", "named_children"),
     ]
 )
-_CALLS_FORWARDS = (nn.Module.__module__, f"{__name__.partition('.')[0]}.")
 _FINDERS = {"__getattr__": nn.Module.__getattr__, "__getattribute__": object.__getattribute__}
 _MEMBERS = ("keys", "values", "items")
-_WALKERS = [vars(nn.Module)[name] for name in _WALKS]
-_WALKERS += [vars(nn.ModuleDict)[name] for name in _MEMBERS]
+WALKERS = [vars(nn.Module)[name] for name in _WALKS]
+WALKERS += [vars(nn.ModuleDict)[name] for name in _MEMBERS]
+"""Methods of torch's that list what a module has."""
 _IN_C = (
     *(types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType),
     types.BuiltinFunctionType,
@@ -204,7 +204,7 @@ class Frame:
             return self.frame.f_globals
         if function is logging.getLogger:
             return self._logger(*map(self.evaluated, node.args))
-        if is_one_of(function, _WALKERS):
+        if is_one_of(function, WALKERS):
             return members_of(self, node)
         if function is dict and len(node.args) == 1 and not node.keywords:
             found = self.evaluated(node.args[0])
@@ -367,14 +367,6 @@ class Frame:
             if cell is not None and member_of(cell, name) is value:
                 found[id(cell)] = cell
         return next(iter(found.values())) if len(found) == 1 else None
-
-
-def caller_of(frame: types.FrameType) -> types.FrameType | None:
-    """Return the frame that has called a function, or the module whose forward the function is."""
-    caller = frame.f_back
-    while caller is not None and str(caller.f_globals.get("__name__")).startswith(_CALLS_FORWARDS):
-        caller = caller.f_back
-    return caller
 
 
 def _may_change(value: Any) -> bool:

@@ -253,4 +253,6 @@ def _class_with(kind: type, name: str) -> type | None:
 def _is_plain_key(key: Any) -> bool:
     if isinstance(key, tuple):
         return all(map(_is_plain_key, key))
-    return isinstance(key, str | int | float | bytes | type(None) | type)
+    compare = getattr(type(key), "__hash__", None), getattr(type(key), "__eq__", None)
+    is_by_identity = compare == (object.__hash__, object.__eq__)
+    return is_by_identity or isinstance(key, str | int | float | bytes | type(None) | type)

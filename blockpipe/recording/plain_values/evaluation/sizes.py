@@ -16,11 +16,11 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from ...._common.libraries import is_users
-from ..syntax.accesses import Access, accesses_of, sources_of
+from ..syntax.accesses import Access, sources_of
 from ..syntax.effects import arguments_of, name_called
-from .expressions import Frame, caller_of
+from .callers import call_of
+from .expressions import Frame
 from .members import ALL, UNKNOWN
-from .still_frames import STOPS
 
 _ASKS = frozenset(["size", "numel", "nelement", "stride", "__len__", "nbytes", "shape"])
 _PLAIN = (bool, int, float, complex, str, bytes, tuple, list, set, frozenset, dict)
@@ -204,57 +204,10 @@ def _sources(name: str, frame: Frame) -> Iterator[tuple[ast.expr, Frame]]:
     argument, that of the caller."""
     found = sources_of(frame.code, name)
     yield from ((value, frame) for value in found)
-    if found or (call := _call_of(frame)) is None:
+    if found or (call := call_of(frame)) is None:
         return
     given = _given(call[0], name, frame.code)
     yield from () if given is None else [(given, call[1])]
-
-
-def _call_of(frame: Frame) -> tuple[ast.Call, Frame] | None:
-    """Return the call of a running function in the user's code, and the caller's frame."""
-    caller = frame.frame.f_back if frame.is_running else None
-    if caller is None or not is_users(caller.f_globals.get("__name__")):
-        return None
-    accesses = accesses_of(caller.f_code)
-    # Python 3.11 says that it stands behind the call, in what it caches of it.
-    latest = max((offset for offset in accesses if offset <= caller.f_lasti), default=-1)
-    calls = [one.node for one in accesses.get(latest, ()) if isinstance(one.node, ast.Call)]
-    return (calls[0], Frame(caller, {}, None)) if calls else None
-
-
-def is_called_from_outside(frame: Frame) -> bool:
-    """Return whether no code of the user's has called a running function."""
-    caller = caller_of(frame.frame) if frame.is_running else None
-    return caller is None or not is_users(caller.f_globals.get("__name__"))
-
-
-def argument_of(name: str, frame: Frame) -> tuple[ast.expr | None, Frame] | None:
-    """Return what a running function's caller gives it as an argument, and the caller's frame.
-
-    Args:
-        name: the argument's name.
-        frame: the function's frame.
-
-    Returns:
-        ``None`` if that is not known; ``None`` for the expression if the argument has its default.
-    """
-    code = frame.code
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    if name not in names or code.co_flags & STOPS or [*sources_of(code, name)]:
-        return None
-    if (call := _call_of(frame)) is None:
-        return None
-    node, outer = call
-    function = outer.bound(node.func)
-    given = node.args
-    if isinstance(function, types.MethodType):
-        function, names = function.__func__, names[1:]
-    by_name = {keyword.arg: keyword.value for keyword in node.keywords}
-    is_starred = None in by_name or any(isinstance(one, ast.Starred) for one in given)
-    if is_starred or getattr(function, "__code__", None) is not code or name not in names:
-        return None
-    at = names.index(name)
-    return given[at] if at < len(given) else by_name.get(name), outer
 
 
 def _given(call: ast.Call, name: str, code: types.CodeType) -> ast.expr | None:

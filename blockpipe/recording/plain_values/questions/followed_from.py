@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..evaluation.callers import argument_of
 from ..evaluation.expressions import Frame
 from ..evaluation.members import ALL
-from ..evaluation.sizes import argument_of
 from ..evaluation.still_frames import Given
 from ..still_code import frames_of
 from ..syntax.accesses import Access, sources_of

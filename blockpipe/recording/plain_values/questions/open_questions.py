@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...._common.libraries import has_users_code
-from ..evaluation.expressions import Frame
-from ..evaluation.members import ALL, UNKNOWN, attribute_in
-from ..evaluation.sizes import argument_of, is_called_from_outside
+from ..evaluation.callers import argument_of, is_bound_to_hook, is_called_from_outside
+from ..evaluation.expressions import WALKERS, Frame
+from ..evaluation.members import ALL, UNKNOWN, attribute_in, is_one_of
 from ..evaluation.still_frames import Given, StillFrame
 from ..known_values import KnownValues
 from ..places import space_of
@@ -146,7 +146,7 @@ class _Values:
         if (given := argument_of(name, frame)) is not None:
             expression, caller = given
             return expression is not None and self.may_differ(expression, caller)
-        if value is UNKNOWN or isinstance(value, _SURE):
+        if value is UNKNOWN or isinstance(value, _SURE) or is_bound_to_hook(value, frame):
             return False
         if is_called_from_outside(frame):
             return isinstance(value, bool | int | float) and not self._known.fake
@@ -169,6 +169,8 @@ class _Values:
             return any(self.may_differ(one, frame) for one in (*of_method, *given))
         if name in ASKS_SHAPE:
             return False
+        if is_one_of(frame.evaluated(function), WALKERS):
+            return any(self.may_differ(one, frame) for one in (*of_method, *given))
         is_text = any(isinstance(frame.evaluated(one), str) for one in of_method)
         if is_text or (name in COMPUTES and not of_method) or _computes(frame.bound(function)):
             return any(self._value_may_differ(one, frame) for one in given)
