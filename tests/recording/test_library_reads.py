@@ -285,3 +285,34 @@ def test_what_a_method_of_a_library_reads_is_refused_where_another_stage_replace
     net = Measured(torchmetrics.SumMetric(), lambda metric: metric.compute().item(), on=0)
     with pytest.raises(StateError, match="under way at once"):
         check_trains_alike(net)
+
+
+class TwoMetrics(nn.Module):
+    """Its second stage updates a metric, and calls another one."""
+
+    def __init__(self, updated: Any, called: nn.Module) -> None:
+        super().__init__()
+        self.a, self.b, self.updated, self.called = (
+            nn.Linear(4, 4),
+            nn.Linear(4, 4),
+            updated,
+            called,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+        with bp.Block(stage=1):
+            h = self.b(h)
+            self.updated.update(h.detach().mean())
+            self.called(h.detach().mean(), x.mean())
+            return h
+
+
+@pytest.mark.cpu("a metric of torchmetrics keeps its state on the host")
+def test_metrics_of_one_stage_may_be_updated_and_called() -> None:
+    """Attack 46: the first run's tags of what it wrote to opened calls after their recording."""
+    torchmetrics = pytest.importorskip("torchmetrics")
+    net = TwoMetrics(torchmetrics.MeanMetric(), torchmetrics.MeanSquaredError())
+    check_trains_alike(net)
+    assert (int(net.updated.weight), int(net.called.total)) == (8, 8)  # micro-batches

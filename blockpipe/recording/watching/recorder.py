@@ -242,11 +242,12 @@ class Recorder:
             self.outside_tensors.read(tensor, self.hop)
         newest = self.run.newest(tensor)
         tag: Tag | None = getattr(newest, TAG, None)
-        if isinstance(tag, RecordedTag):
-            self._note_flow(newest, tag)
-            self.calls.read_unreturned(tag, line())
-        if tag is not None and tag.key is self.key and not tag.is_constant(newest):
-            self.calls.read_ungiven(key, newest, tag, line())
+        if tag is not None and tag.key is self.key:  # not another run's, which wrote to it
+            if isinstance(tag, RecordedTag):
+                self._note_flow(newest, tag)
+                self.calls.read_unreturned(tag, line())
+            if not tag.is_constant(newest):
+                self.calls.read_ungiven(key, newest, tag, line())
         if self.run.is_foreign(newest):
             self.read_view(newest)
             what = "a tensor" if held is None else held.name
@@ -255,15 +256,12 @@ class Recorder:
 
     def _note_flow(self, tensor: Tensor, tag: RecordedTag) -> None:
         """Note which segment a tensor of this forward comes from, where it is read."""
-        if tag.key is self.key:
-            self._sources.update((id(call), call) for call in tag.sources)
-            size = size_of(tensor)
-            tag.flow = self.segments.flow(
-                tag.flow, tag.segment, size, needs_grad=tensor.requires_grad
-            )
-            if tag.is_read:
-                self.costs.add_gradient(tensor)
-            tag.is_read = True
+        self._sources.update((id(call), call) for call in tag.sources)
+        size = size_of(tensor)
+        tag.flow = self.segments.flow(tag.flow, tag.segment, size, needs_grad=tensor.requires_grad)
+        if tag.is_read:
+            self.costs.add_gradient(tensor)
+        tag.is_read = True
 
     def check_outsiders(self, func: Callable[..., Any], first: object) -> None:
         """Check after an operation if it wrote to what is neither an argument nor a buffer."""
