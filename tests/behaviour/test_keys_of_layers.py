@@ -1,6 +1,8 @@
 """Entries of one dictionary, an entry for each layer: what says that a layer's key is its own."""
 
 import copy
+import dataclasses
+import enum
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -60,6 +62,25 @@ class Sorted(Net):
         for i, name in enumerate(sorted(self.named.keys())):
             with bp.Block(stage=i // 2):
                 x = self.scaled(name, self.named[name](x).tanh())
+        return x
+
+
+class Kind(enum.Enum):
+    FIRST, SECOND, THIRD, FOURTH = range(4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    layer: int
+
+
+class Enums(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            with bp.Block(stage=i // 2):
+                for key in (Kind(i), Key(i)):
+                    self.means.setdefault(key, 0.0)  # type: ignore[arg-type]
+                    x = self.scaled(key, layer(x).tanh())  # type: ignore[arg-type]
         return x
 
 
@@ -150,7 +171,7 @@ def _assert_trains(net: Net, plain: Net) -> None:
         assert net.means[key] == pytest.approx(mean)
 
 
-@pytest.mark.parametrize("kind", [Children, Items, Sorted, Given])
+@pytest.mark.parametrize("kind", [Children, Items, Sorted, Given, Enums])
 def test_each_layer_has_a_key_of_its_own(kind: type[Net]) -> None:
     """Attack 46: a key that a call, or a module's caller, gave was taken for one that data give."""
     net = kind()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import enum
 import gc
 import io
 import itertools
@@ -283,7 +284,7 @@ def _is_inherited(kind: type, method: str) -> bool:
 
 
 def _is_users_object(value: Any) -> bool:
-    return is_users(type(value).__module__) and not isinstance(value, nn.Module | type)
+    return is_users(type(value).__module__) and not isinstance(value, nn.Module | type | enum.Enum)
 
 
 def is_of_library(value: Any) -> bool:

@@ -7,6 +7,7 @@ that it asks is known to be the same for all data.
 
 import ast
 import contextlib
+import enum
 import itertools
 import types
 from collections.abc import Iterable, Iterator, Sequence
@@ -231,7 +232,11 @@ def _around(name: str, frame: Frame) -> Frame | None:
 
 def _computes(function: Any) -> bool:
     """Return whether a function of the user's gives what follows from its arguments, and calls
-    nothing that might ask others."""
+    nothing that might ask others; or a class of enums or of frozen dataclasses does."""
+    if isinstance(function, type):
+        fixed = getattr(attribute_in(function, "__dataclass_params__"), "frozen", False)
+        is_made = attribute_in(function, "__post_init__") is UNKNOWN
+        return issubclass(function, enum.Enum) or (fixed and is_made)
     behind = getattr(function, "__func__", function)
     return _is_users(behind) and all(
         isinstance(call.func, ast.Name) and call.func.id in (*COMPUTES, *ASKS_KIND)
