@@ -138,14 +138,13 @@ def entry_asked(access: Access, frame: Frame) -> Any:
     return ALL if key is UNKNOWN else key
 
 
-def in_words(owner: Any, key: Any, paths: Mapping[int, str], what: str = "attribute") -> str:
+def in_words(owner: Any, key: Any, paths: Mapping[int, str]) -> str:
     """Return a name for a member of an object.
 
     Args:
         owner: the object.
         key: the name or key of the member; ``None`` for the object as a whole.
         paths: the path of each module, by its id.
-        what: the kind of member.
     """
     if id(owner) in paths:
         path = paths[id(owner)]
@@ -156,6 +155,7 @@ def in_words(owner: Any, key: Any, paths: Mapping[int, str], what: str = "attrib
         return owner.__qualname__ if key is None else f"{owner.__qualname__}.{key}"
     kind = type(owner).__name__
     whole = f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
+    what = "entry" if isinstance(owner, CONTENTS) else "attribute"
     return whole if key is None else f"{what} {key_text(key)} of {whole}"
 
 
@@ -174,8 +174,7 @@ def named(owner: Any, key: Any, paths: Mapping[int, str]) -> str:
         return f"variable {key!r} of a closure"
     if isinstance(key, Registered):
         return f"which {key} {in_words(owner, None, paths)} has"
-    what = "entry" if isinstance(owner, CONTENTS) else "attribute"
-    return in_words(owner, None if key is ALL or key is BY_ARGUMENT else key, paths, what)
+    return in_words(owner, None if key is ALL or key is BY_ARGUMENT else key, paths)
 
 
 def is_of_module(node: ast.expr, code: types.CodeType) -> bool:
