@@ -79,11 +79,11 @@ class StepState:
         if request.prepared.recording.may_toggle and differentiable and not self.mode.one_by_one:
             schedule = request.prepared.schedule(request.schedule, len(microbatches))
             self._trained = LeftTrained(request.prepared, schedule)
+        recording = request.prepared.recording
         is_new = differentiable and len(microbatches) > 1 and not request.prepared.has_compared
-        if request.prepared.steps == 0 or is_new:
+        if request.prepared.steps == 0 or is_new or recording.leaves_state:
             self.context.comparisons = Comparisons()
             self.context.carried_values = _carried_by(request.prepared)
-        recording = request.prepared.recording
         self.shared_arguments = SharedArguments(microbatches, are_written=recording.writes_inputs)
         self.whole_arguments = WholeArguments(
             microbatches,

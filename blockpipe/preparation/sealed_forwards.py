@@ -242,7 +242,7 @@ def recompute_spec(
         outer, _, key = held.name.rpartition(".")
         slot = buffers_of(modules[outer]), key
         if held.name in about.buffers:
-            buffers.append((*slot, held.written))
+            buffers.append((*slot, held.written or held.name in recording.may_write))
         elif not held.hops and f"{held.name}.".startswith(f"{path}." if path else ""):
             unseen.append(slot)
     if not recording.fake:  # what a branch uses that other data take has to be there again, too

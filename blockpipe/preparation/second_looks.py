@@ -74,7 +74,7 @@ class SecondLooks:
         self._model, self.written_late = model, ""
         self._left = _MOST  # below zero: nobody looks any more
         # By place: a change keeps its object alive, so that no other one gets the id.
-        self._seen: dict[tuple[int, Hashable], Change] = {}
+        self._seen: dict[tuple[int, Hashable, bool], Change] = {}
         self._ahead: list[Change] = []  # of steps whose micro-batches could not mix
 
     def at_values(
@@ -223,9 +223,10 @@ class SecondLooks:
         where = id(change.holder.owner), change.key
         if isinstance(change.holder, ContentHolder) and where not in known.only_read:
             return False  # the caller's, or what a hook writes
-        if where in self._seen or len(self._seen) == MOST_VALUES:  # a history has ever more
+        way = *where, change.then is UNSET  # what has come, is set later
+        if way in self._seen or len(self._seen) == MOST_VALUES:  # a history has ever more
             return False
-        self._seen[where] = change
+        self._seen[way] = change
         return not _is_known(change, known)
 
     def _names(self, changes: Sequence[Change]) -> list[str]:

@@ -158,6 +158,12 @@ class Recording:
         return self.hops[hop].stage if hop < len(self.hops) else -1 - hop
 
     @property
+    def leaves_state(self) -> bool:
+        """Whether the forward, or a branch that it did not take, changes what outlives it."""
+        writes = any(outside.written for outside in self.outside)
+        return bool(self.changed or self.may_set or self.may_write or writes)
+
+    @property
     def splits_backward(self) -> list[bool]:
         """For each hop, whether its backward can be split in two parts as zero-bubble schedules
         have it: gradients of what came in, and gradients of parameters."""

@@ -8,7 +8,7 @@ values are left alone.
 import io
 import os
 import types
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,6 +86,19 @@ class _Change:
     grown_on: set[int] = field(default_factory=set)  # hops that only added to it
     replaced_on: set[int] = field(default_factory=set)  # hops where there was another value before
     where: str = ""
+
+    @property
+    def place(self) -> tuple[Any, Any]:
+        """The object, with a name or key in it; ``None`` for its content."""
+        if isinstance(self.owner, types.FunctionType) and "." in str(self.key):
+            return named_place(self.owner, str(self.key))
+        return self.owner, None if isinstance(self.owner, set) else self.key
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it may be the first value of an entry, which a read has made."""
+        may_make = isinstance(self.owner, defaultdict) and self.first is _UNSET
+        return may_make and isinstance(self.last, bool | int | float | str) and not self.last
 
 
 class OutsideState:
@@ -245,19 +258,17 @@ class OutsideState:
 
     @property
     def places(self) -> set[tuple[int, Any]]:
-        """The changed objects, by id, each with a name or key in it (``None`` for its content)."""
-        return {(space_of(owner), key) for owner, key, _, _ in self.changed()}
+        """The changed objects, by id, each with a name or key in it (``None`` for its content), but
+        what a ``defaultdict`` has made where it was read."""
+        found = (one.place for one in self._changes.values() if not one.is_default)
+        return {(space_of(owner), key) for owner, key in found}
 
     def changed(self) -> Iterator[tuple[Any, Any, set[int], str]]:
         """Yield each changed object, a name or key in it (``None`` for its content), the hops that
         changed it, and the first line that did; of dictionaries also the hops that replaced an
         entry, for code that looks it up by an argument."""
         for change in self._changes.values():
-            is_content = isinstance(change.owner, set)
-            owner, key = change.owner, None if is_content else change.key
-            if isinstance(owner, types.FunctionType) and "." in str(key):
-                owner, key = named_place(owner, str(key))
-            yield owner, key, change.hops | change.grown_on, change.where
+            yield *change.place, change.hops | change.grown_on, change.where
             if isinstance(change.owner, dict):
                 yield change.owner, BY_ARGUMENT, change.replaced_on, change.where
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ast
 import os
-import sys
 import threading
 import types
 import weakref
@@ -24,21 +23,17 @@ from typing import Any
 
 from torch import nn
 
-from ..._common.collecting_garbage import CollectingGarbage
-from ..._common.libraries import has_users_code, is_users
+from ..._common.libraries import has_users_code
 from ...restoring.contents import behind_generator, is_generator
 from ...restoring.holders import Holder
 from ...restoring.iterators import advances
 from ...restoring.model_state import names_in
 from ..calls import Call
 from ..library_reads import LibraryReads
-from .checkpoints import CheckpointedFrames
 from .drawn_numbers import DrawnNumbers, draws_from
 from .evaluation.by_call import asked_by_call, set_by_call, set_by_method
-from .evaluation.callers import caller_of
 from .evaluation.expressions import Frame
 from .evaluation.index_uses import IndexUses
-from .evaluation.loops import Loops
 from .evaluation.members import ALL, TRAINS, UNKNOWN, WHOLE, Names, owners_of, whose
 from .evaluation.registered import places_of
 from .evaluation.sizes import Sizes
@@ -47,7 +42,6 @@ from .known_values import KnownValues
 from .lost_updates import read_how
 from .missed.missed_branches import MissedBranches
 from .not_put_back import ClassesKept, Effect, asks_cache, effect_of, found_among
-from .pending_writes import PendingWrites
 from .places import (
     entry_asked,
     entry_of,
@@ -76,6 +70,8 @@ from .taken_in import TakenIn
 from .tensors.missed_tensors import MissedTensors
 from .tensors.tensor_uses import TensorUses
 from .tensors.untaken_branches import UntakenBranches
+from .tracing.pending_writes import PendingWrites
+from .tracing.traced_code import TracedCode
 from .values import ApartRun, back, frozen
 
 
@@ -110,7 +106,7 @@ class SharedValues:
         self._objects[id(os.environ)] = variables = os.environ._data  # type: ignore[attr-defined]
         self._lasting.update(names := names_of(modules), [id(variables)])
         self._functions = functions_by_code(holder.owner for holder in holders)
-        self.tensors, self.draws, self._loops = TensorUses(), DrawnNumbers(holders), Loops()
+        self.tensors, self.draws = TensorUses(), DrawnNumbers(holders)
         self.indices = IndexUses(None)
         self.on_read: Callable[[Any, Any, types.FrameType, bool], None] = lambda *found: None
         users = [f for same in self._functions.values() for f in same if has_users_code(f)]
@@ -120,9 +116,6 @@ class SharedValues:
         self.known = KnownValues(names, LibraryReads(holders, modules), fake=fake)
         itself: Any = weakref.proxy(self)  # a cycle would keep tensors of the frames
         self.sizes = Sizes(partial(SharedValues._is_lasting, itself), self.known, fake=fake)
-        self._codes: dict[int, tuple[types.CodeType, Any]] = {}  # kept alive
-        self._returned: dict[int, tuple[types.CodeType, Any]] = {}  # by the id of a frame
-        self._hops: dict[int, dict[int, int]] = {}  # of each frame's instructions
         self._taken_in = TakenIn(put_back, self._lasting)
         self._used_up = found_among(holders)  # refused if the forward uses them, by id
         self._stays: Effect | None = None  # the first that cannot be put back
@@ -131,67 +124,23 @@ class SharedValues:
         note, still = partial(SharedValues._note_all, itself, over=True), SharedValues._note_still
         self.missed, self.untaken = MissedTensors(self.known), UntakenBranches(self.known)
         beside = note, partial(still, itself), self.missed, self.untaken
-        self._branches = MissedBranches(self.known, self.sizes, *beside, call=call, fake=fake)
-        self._checkpoints, self._collecting = CheckpointedFrames(), CollectingGarbage()
+        branches = MissedBranches(self.known, self.sizes, *beside, call=call, fake=fake)
+        run = self.known, self._functions, self._pending, branches, hop
+        self._code = TracedCode(*run, partial(SharedValues._note_all, itself))
         self._still: ApartRun | None = None  # code that is looked at, and does not run
         self._all_lasts = False  # see runs_beside
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Trace this thread's code in a block. A tracer is paused; one that begins there stays."""
+        """Trace this thread's code in a block."""
         if not self.traces:
             yield
             return
-        before, ours = sys.gettrace(), self._called
-        sys._getframe().f_trace_opcodes = True  # else 3.12.0 to 3.12.4 trace none at all
-        sys.settrace(ours)
         try:
-            with self._collecting:
+            with self._code.traced():
                 yield
         finally:
-            if sys.gettrace() == ours:
-                sys.settrace(before)
-            self._pending.end_all()
-            self._returned.clear()  # it holds tensors, and the graph behind them
-            self._checkpoints.forget()
             self._taken_in.forget()
-
-    def _called(self, frame: types.FrameType, event: str, argument: object) -> Any:
-        code = frame.f_code
-        if id(code) not in self._codes:
-            is_traced = is_users(frame.f_globals.get("__name__"))
-            accesses = accesses_of(code) if is_traced else self.known.libraries.asks(code) or None
-            self._codes[id(code)] = code, accesses
-        if (accesses := self._codes[id(code)][1]) is None or self._collecting.now:
-            return None
-        if accesses is True:
-            return self.known.libraries.runs(frame, self._hop)
-        frame.f_trace = self._ran  # before the next line, which has no effect on 3.13.0 otherwise
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        self._hops.setdefault(id(frame), {-1: self._hop()})
-        self._checkpoints.begins(frame)
-        self.known.runs(code, self._hop())
-        return self._ran
-
-    def _ran(self, frame: types.FrameType, event: str, argument: Any) -> Any:
-        self._pending.end(id(frame))
-        if event == "opcode":
-            if accesses := self._codes[id(frame.f_code)][1].get(frame.f_lasti):
-                self._hops[id(frame)][frame.f_lasti] = hop = self._hop()
-                self._note_all(accesses, frame, hop)
-            if again := self._loops.goes_on(frame, self._hop, self._hops[id(frame)]):
-                self._note_all(again, frame, self._hop())
-        elif event == "exception":
-            self._branches.raises(frame, argument[0])
-        elif event == "return":
-            if self._branches.is_over(frame):
-                ran, accesses = self._hops.pop(id(frame)), self._codes[id(frame.f_code)][1]
-                around = Frame(frame, self._functions, None), self._loops.ended(frame)
-                self._branches.look(frame, accesses, ran, *around)
-                self._returned[id(caller_of(frame))] = frame.f_code, argument
-            self._checkpoints.ends(frame)
-            self._returned.pop(id(frame), None)
-        return self._ran
 
     def runs_beside(
         self, function: Callable[..., Any], given: object, hop: int, *, lasts: bool = False
@@ -224,7 +173,7 @@ class SharedValues:
     def _note_all(
         self, accesses: Iterable[Access], running: Any, hop: int, *, over: bool = False
     ) -> None:
-        frame = Frame(running, self._functions, self._returned.get(id(running)))
+        frame = Frame(running, self._functions, self._code.returned.get(id(running)))
         self.known.is_run = not over
         for access in accesses:
             frame.line = frame.line_of(access.node) if over else frame.line
@@ -362,7 +311,7 @@ class SharedValues:
                 known.is_read(back(hop), frame.line)
                 known.remedy = OF_ARRAY
         if access.use is not Use.READ or is_filled or advances(value):
-            again = self._checkpoints.of(frame.frame) is not None
+            again = self._code.checkpoints.of(frame.frame) is not None
             self.known.is_changed(value, key, hop, frame.line, self._calls(), again=again)
 
     def _draws(self, drawn: Any, method: str, frame: Frame, hop: int) -> None:
@@ -404,7 +353,7 @@ class SharedValues:
             known.is_counted(hop, frame.line, how)
             return
         known.is_read(hop, frame.line, self._calls(), stores=how.get("stores", False))
-        if not is_its_own and self._checkpoints.of(frame.frame) is not None:
+        if not is_its_own and self._code.checkpoints.of(frame.frame) is not None:
             known.is_read(back(hop), frame.line)
             known.remedy = OF_CHECKPOINT
 
@@ -418,7 +367,7 @@ class SharedValues:
 
     def _apart(self, frame: Frame) -> ApartRun | None:
         """Return the run apart from the forward that a frame is in."""
-        return self._still or self._checkpoints.of(frame.frame)
+        return self._still or self._code.checkpoints.of(frame.frame)
 
     def _will_set(
         self,

@@ -9,9 +9,10 @@ from typing import Any
 from torch import nn
 
 from ...._common.libraries import is_users
+from ...._torch.modules import forward_pre_hooks_of
 from ..syntax.accesses import accesses_of, sources_of
 from .expressions import Frame
-from .members import UNKNOWN, attribute_in, is_one_of, own_attributes
+from .members import UNKNOWN, attribute_in, is_one_of
 from .still_frames import STOPS
 
 _CALLS_FORWARDS = (nn.Module.__module__, f"{__name__.partition('.')[0]}.")
@@ -47,7 +48,7 @@ def _called_by(call: ast.Call, frame: Frame) -> types.CodeType | None:
     gives."""
     function = frame.bound(call.func)
     if isinstance(function, nn.Module):
-        hooks = own_attributes(function).get("_forward_pre_hooks")  # which may replace it
+        hooks = forward_pre_hooks_of(function)  # which may replace it
         function = UNKNOWN if hooks else attribute_in(function, "forward")
     return getattr(getattr(function, "__func__", function), "__code__", None)
 

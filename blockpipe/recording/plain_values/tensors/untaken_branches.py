@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...calls import Call
 from ...entries import TensorInfo
@@ -23,7 +23,7 @@ from ..syntax.accesses import Access, accesses_of
 from ..syntax.uses import Use
 from ..values import hops_of
 from .tensor_uses import ForwardsTensors
-from .used_tensors import uses_of
+from .used_tensors import statistics_of, uses_of
 
 _Read = tuple[int, Call | None]  # the hop and the innermost call
 
@@ -36,6 +36,7 @@ class UntakenBranches:
 
     Attributes:
         sets: the hops that may set the value at a place, by its object's id and its key.
+        written: the tensors that may be written, each with the hop and the line.
         lasts: says whether a tensor outlives the forward.
     """
 
@@ -43,7 +44,7 @@ class UntakenBranches:
         self._known = known
         self.lasts: Callable[[Tensor], bool] = lambda tensor: False
         self.sets = defaultdict[tuple[int, Any], set[int]](set)
-        self._written = list[tuple[Tensor, int]]()
+        self.written = list[tuple[Tensor, int, str]]()
         self._places: list[tuple[Any, Any, _Read]] = []
         self._tensors: list[tuple[Tensor, _Read]] = []
 
@@ -67,12 +68,20 @@ class UntakenBranches:
                         self.sets[space_of(owner), None if key is ALL else key].add(read[0])
                 uses = [*uses_of(access, frame, self.lasts)]
                 self._tensors += ((use.tensor, read) for use in uses if use.reads)
-                self._written += ((use.tensor, read[0]) for use in uses if use.writes)
+                line = frame.line_of(access.node)
+                self.written += ((use.tensor, read[0], line) for use in uses if use.writes)
 
     def note_still(self, still: StillFrame, read: _Read) -> None:
         """Note what a function would do that such a branch calls."""
         for accesses in accesses_of(still.f_code).values():
             self.note(accesses, Frame(still, {}, None), read)  # type: ignore[arg-type]
+
+    def note_modes(self) -> None:
+        """Note the statistics of modules of which the forward sets the mode."""
+        for known, _, _ in self._known.each():
+            if known.key == "training" and isinstance(known.owner, nn.Module):
+                for tensor in statistics_of(known.owner):
+                    self.written += ((tensor, hop, known.first_write) for hop in known.set_on)
 
     def calls(self, forward: ForwardsTensors) -> Iterator[Call]:
         """Yield the calls that have to be looked into.
@@ -100,7 +109,7 @@ class UntakenBranches:
             forward: as in :meth:`calls`.
         """
         found = defaultdict[str, set[int]](set)
-        for tensor, hop in self._written:
+        for tensor, hop, _ in self.written:
             _, info, _ = forward.told(tensor)
             if info is not None:
                 is_held = isinstance(info, TensorInfo)

@@ -152,9 +152,14 @@ def _updates(module: nn.Module, tensor: Tensor) -> bool:
     """Whether a call of a module writes to one of its tensors."""
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return module.max_norm is not None
-    has_statistics = getattr(module, "track_running_stats", False)
-    has_statistics = has_statistics or type(module).__name__ == "_SpectralNorm"
-    return module.training and has_statistics and not isinstance(tensor, nn.Parameter)
+    return module.training and any(tensor is one for one in statistics_of(module))
+
+
+def statistics_of(module: nn.Module) -> list[Tensor]:
+    """Return the buffers that a module of torch's updates in training."""
+    has_some = getattr(module, "track_running_stats", False)
+    has_some = has_some or type(module).__name__ == "_SpectralNorm"
+    return [one for one in buffers_of(module).values() if one is not None and has_some]
 
 
 class _Found:

@@ -50,6 +50,7 @@ class _Write:
         is_norms: whether a normalization updates running statistics, which counts no version.
         depends: whether what is written was computed from the micro-batch.
         counts: whether the versions of the memory's tensors count it.
+        is_rare: whether a branch would do it that the forward did not take.
     """
 
     place: MemoryPart | None
@@ -60,10 +61,12 @@ class _Write:
     is_norms: bool = False
     depends: bool = False
     counts: bool = False
+    is_rare: bool = False
 
     def reaches(self, read: LateRead) -> bool:
         """Return whether a backward reads what is written here."""
-        if (self.is_again and read.is_again) or (self.is_norms and read.is_norms):
+        is_of_norms = (self.is_norms or self.is_rare) and read.is_norms
+        if (self.is_again and read.is_again) or is_of_norms:
             return False
         if self.place is None:
             return read.leaf == id(self.leaf)
@@ -161,6 +164,17 @@ class LateBackwards:
         self._writes.append(_Write(None, tensor, *self._here(), depends=depends))
         self.memory.add(tensor)
 
+    def may_write(self, tensor: Tensor, hop: int, where: str) -> None:
+        """Note that a branch which the forward did not take writes to a tensor.
+
+        Args:
+            tensor: the tensor.
+            hop: the hop that the branch is on.
+            where: the line that writes.
+        """
+        if (place := self.memory.place_by_code(tensor)) is not None:
+            self._writes.append(_Write(place, None, max(hop, 0), where, False, is_rare=True))
+
     def uses_gradient(self, tensor: Tensor, how: str) -> None:
         """Note that the forward ``"reads"`` or ``"sets"`` the ``.grad`` of a tensor."""
         held = self._held.get(id(tensor))
@@ -177,6 +191,8 @@ class LateBackwards:
         known: dict[str, LateBackward] = {}
         for write, reads in self._met(_is_unnoticed):
             name, late = self._described(write, reads)
+            if write.is_rare and late.compared is None:
+                continue  # nobody can compare it
             if name not in known or (known[name].compared and not late.compared):
                 known[name] = late
         yield from known.values()
@@ -220,9 +236,10 @@ class LateBackwards:
     def _described(self, write: _Write, reads: list[LateRead]) -> tuple[str, LateBackward]:
         """Return the name of what is written, and what is wrong."""
         name, named = self.memory.named(write.place, write.leaf)
-        is_hidden = not (write.counts or write.is_norms)
+        is_hidden = not (write.counts or write.is_norms or write.is_rare)
         late = LateBackward(
-            f"the forward writes to {name} on hop {write.hop} ({write.where})"
+            f"the forward {'may write' if write.is_rare else 'writes'} to {name} on hop {write.hop}"
+            f" ({write.where})"
             f"{_UNCOUNTED if is_hidden else ''}",
             f"{reads[0].needs} ({reads[0].where})",
             write.hop,

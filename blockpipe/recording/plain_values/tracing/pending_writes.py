@@ -9,15 +9,15 @@ from typing import Any
 
 from torch import Tensor
 
-from ..calls import Call
-from .evaluation.expressions import Frame
-from .evaluation.members import ALL, BY_ARGUMENT, UNKNOWN, Registered, member_of
-from .evaluation.sizes import BySize, Sizes
-from .known_values import KnownValues
-from .places import has_tensors, is_by_microbatch, makers_of, space_of
-from .questions.followed_from import Behind, behind_write
-from .syntax.accesses import Access, is_by_chance
-from .values import ApartRun, frozen
+from ...calls import Call
+from ..evaluation.expressions import Frame
+from ..evaluation.members import ALL, BY_ARGUMENT, UNKNOWN, Registered, member_of
+from ..evaluation.sizes import BySize, Sizes
+from ..known_values import KnownValues
+from ..places import has_tensors, is_by_microbatch, makers_of, space_of
+from ..questions.followed_from import Behind, behind_write
+from ..syntax.accesses import Access, is_by_chance
+from ..values import ApartRun, frozen
 
 _Where = tuple[int, str, ApartRun | None, bool, bool, list[Call | None], bool]
 

@@ -11,7 +11,7 @@ import types
 
 from torch.utils import checkpoint
 
-from .values import ApartRun
+from ..values import ApartRun
 
 _TORCHS = checkpoint.__file__
 _CALLERS = ("checkpoint", "forward")  # the functions there that call the user's

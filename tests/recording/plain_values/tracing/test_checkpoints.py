@@ -14,8 +14,8 @@ import blockpipe as bp
 from blockpipe._torch.graph import saved_tensor_hooks
 from blockpipe.errors import StateError
 
-from ...parity import assert_same_gradients, plain_step
-from ...stage_devices import stages
+from ....parity import assert_same_gradients, plain_step
+from ....stage_devices import stages
 
 # Of torch 2.11, which ends its generator late where a forward raises in a checkpoint.
 pytestmark = pytest.mark.filterwarnings(
