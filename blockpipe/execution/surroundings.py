@@ -40,6 +40,9 @@ def around_cut_step(state: StepState) -> Iterator[None]:
             stack.enter_context(
                 prepared.compiled.step(_in_flight(state), keeps_graphs=keeps_graphs)
             )
+        if state.sets is not None:
+            for told in prepared.attributes.classes:
+                stack.enter_context(told)
         stack.enter_context(Backwards())
         # Also where the recording has met none of these: a later forward may.
         stack.enter_context(CustomFunctions())

@@ -37,6 +37,7 @@ from .schedule_choice import ScheduleRequest
 from .sealed_forwards import SealedForwards
 from .step_sizes import StepSizes
 from .unwritten import Unwritten
+from .watched.told_sets import KnownAttributes
 
 _log = logging.getLogger(__name__)
 
@@ -179,6 +180,11 @@ class Prepared:
     def unwritten(self) -> Unwritten:
         """The tensors that no forward of this recording writes."""
         return Unwritten(self.model, self.recording, self.written)
+
+    @cached_property
+    def attributes(self) -> KnownAttributes:
+        """The attributes that the forward reads, and the modes of its modules."""
+        return KnownAttributes(self.recording.attributes)
 
     @cached_property
     def is_one_hop(self) -> bool:

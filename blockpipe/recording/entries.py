@@ -383,3 +383,27 @@ class TurningValue:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"owner": None}
+
+
+@dataclass
+class SetAttribute:
+    """An attribute that the forward reads.
+
+    Attributes:
+        name: its name.
+        where: the line that reads it; empty for a mode, which libraries read.
+        owner: returns its object, or ``None`` if that is gone. A copy has no function.
+        key: its name in that.
+        used_on: the stages that read or set it.
+        set_on: those that set it.
+    """
+
+    name: str
+    where: str
+    owner: Callable[[], Any] | None = field(repr=False, compare=False)
+    key: str
+    used_on: set[int] = field(default_factory=set)
+    set_on: set[int] = field(default_factory=set)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"owner": None}

@@ -41,6 +41,8 @@ SKIPPED_MARKS = (
 )
 """For errors about another route than the recorded one, and about a gap in it."""
 
+# See Cursor.
+OnSet = Callable[[int, object, str], Callable[[], None] | None]
 # Calls a function that is a block, given a text that identifies it and its arguments.
 FunctionCall = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -63,6 +65,8 @@ class Cursor:
         block_ended: whether the last event was the end of an outermost block.
         on_move: called with the new stage when the stage changes.
         on_call: called in the place of a function that is a block.
+        on_set: called before an attribute is set on some object, with the stage, the object and the
+            name; returns what has to be called afterwards. Copies have it, too.
         noted: what a numbering (:func:`numbered_by`) remembers of this forward.
         kept: what other libraries' functions keep for this forward; copies share it.
         keys: the objects by which the user's code tells this forward from others, by their ids;
@@ -80,6 +84,7 @@ class Cursor:
         self.in_scope = False
         self.on_move: Callable[[int], None] | None = None
         self.on_call: FunctionCall | None = None
+        self.on_set: OnSet | None = None
         self.block_ended = False
         self.noted: dict[Any, Any] = {}
         self.kept: dict[str, Any] = {}
@@ -87,12 +92,12 @@ class Cursor:
         self._calls: dict[int, int] = {}
 
     def copy(self) -> "Cursor":
-        """Return a cursor at the same position, without callbacks."""
+        """Return a cursor at the same position, without callbacks of moves and calls."""
         new = Cursor(follow_marks=self.follow_marks)
         new.stage, new.mark, new.highest = self.stage, self.mark, self.highest
         new.noted, new._calls = {**self.noted}, {**self._calls}
         new.kept, new.keys = self.kept, self.keys
-        new.passes = self.passes
+        new.passes, new.on_set = self.passes, self.on_set
         new.checkpoint, new._scopes, new.in_scope = self.checkpoint, [*self._scopes], self.in_scope
         return new
 

@@ -50,20 +50,21 @@ class KnownValues:
     """The values at all places that one forward has read or set.
 
     Args:
-        paths: the path of each module, by its id.
+        paths: of the modules.
         libraries: what libraries' modules read.
         fake: whether the forward runs on fake tensors; then nothing depends on the data.
 
     Attributes:
         variables: the context variables among them by id, each with its first value.
         set_in_new: the names of what the forward has set in objects that it has made itself.
+        paths: the path of each module, by its id.
     """
 
     def __init__(self, paths: Mapping[int, str], libraries: LibraryReads, *, fake: bool) -> None:
         self.variables: dict[int, tuple[ContextVar[Any], Any]] = {}
         self._set_by_run = set[int]()  # of these, those that code has set which ran
         self.is_run = True  # whether notes are of such code, and not of what others might do
-        self._paths, self.libraries, self.fake = paths, libraries, fake
+        self.paths, self.libraries, self.fake = paths, libraries, fake
         self._values: dict[_Where, SharedValue] = {}
         self._of_other_sizes: dict[_Where, SharedValue] = {}
         self.is_of_other_sizes = False  # whether notes are what other sizes lead to
@@ -284,7 +285,7 @@ class KnownValues:
         """
         if len(result.hops) < 2 or not self._of_other_sizes:
             return
-        both = KnownValues(self._paths, self.libraries, fake=self.fake)
+        both = KnownValues(self.paths, self.libraries, fake=self.fake)
         both._values = {**self._values, **self._of_other_sizes}
         for where in self._values.keys() & self._of_other_sizes.keys():
             both._values[where] = self._values[where].joined(self._of_other_sizes[where])
@@ -446,4 +447,4 @@ class KnownValues:
         return [] if whole is None else [whole]
 
     def _named(self, known: SharedValue) -> str:
-        return named(known.owner, known.key, self._paths)
+        return named(known.owner, known.key, self.paths)
