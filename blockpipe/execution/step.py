@@ -142,8 +142,6 @@ class Step:
 
     def _settle(self) -> None:
         """Check the tables that the forwards have made and kept, which later steps will read."""
-        if self.state.sets is not None:
-            self.state.sets.conclude()
         if self.state.context.constants is not None:
             self.state.context.constants.check()
         self._has_settled()

@@ -19,7 +19,7 @@ from ..devices.devices import is_asynchronous
 from ..devices.digests import Comparisons
 from ..devices.observer import Watch
 from ..preparation.prepared import Prepared
-from .microbatch.attribute_sets import AttributeSets
+from .microbatch.attribute_uses import AttributeUses
 from .microbatch.kept_values import KeptValues
 from .microbatch.left_kinds import LeftKinds, LeftTrained
 from .microbatch.shared_arguments import SharedArguments
@@ -78,7 +78,7 @@ class StepState:
             self._kinds = LeftKinds(turning, request.prepared.route)
         self._trained: LeftTrained | None = None
         has_several = not self.mode.one_by_one and request.prepared.compiled is None
-        self.sets = AttributeSets(request.prepared.attributes) if has_several else None
+        self.uses = AttributeUses(request.prepared.attributes) if has_several else None
         if request.prepared.recording.may_toggle and differentiable and not self.mode.one_by_one:
             schedule = request.prepared.schedule(request.schedule, len(microbatches))
             self._trained = LeftTrained(request.prepared, schedule)

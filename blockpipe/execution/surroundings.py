@@ -40,9 +40,8 @@ def around_cut_step(state: StepState) -> Iterator[None]:
             stack.enter_context(
                 prepared.compiled.step(_in_flight(state), keeps_graphs=keeps_graphs)
             )
-        if state.sets is not None:
-            for told in prepared.attributes.classes:
-                stack.enter_context(told)
+        for change in prepared.attributes.changes if state.uses is not None else ():
+            stack.enter_context(change)
         stack.enter_context(Backwards())
         # Also where the recording has met none of these: a later forward may.
         stack.enter_context(CustomFunctions())

@@ -37,7 +37,7 @@ from .schedule_choice import ScheduleRequest
 from .sealed_forwards import SealedForwards
 from .step_sizes import StepSizes
 from .unwritten import Unwritten
-from .watched.told_sets import KnownAttributes
+from .watched.told_attributes import KnownAttributes
 
 _log = logging.getLogger(__name__)
 
@@ -183,7 +183,7 @@ class Prepared:
 
     @cached_property
     def attributes(self) -> KnownAttributes:
-        """The attributes that the forward reads, and the modes of its modules."""
+        """The attributes that the forward sets or reads."""
         return KnownAttributes(self.recording.attributes)
 
     @cached_property

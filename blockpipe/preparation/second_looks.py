@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import types
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -223,7 +224,9 @@ class SecondLooks:
         where = id(change.holder.owner), change.key
         if isinstance(change.holder, ContentHolder) and where not in known.only_read:
             return False  # the caller's, or what a hook writes
-        way = *where, change.then is UNSET  # what has come, is set later
+        # What a read has made may be set later.
+        is_made = change.then is UNSET and isinstance(change.holder.owner, defaultdict)
+        way = *where, is_made
         if way in self._seen or len(self._seen) == MOST_VALUES:  # a history has ever more
             return False
         self._seen[way] = change

@@ -386,24 +386,29 @@ class TurningValue:
 
 
 @dataclass
-class SetAttribute:
-    """An attribute that the forward reads.
+class UsedAttribute:
+    """An attribute that the forward sets or reads.
 
     Attributes:
         name: its name.
-        where: the line that reads it; empty for a mode, which libraries read.
+        where: the line that reads it, or else sets it; empty where code of libraries does.
         owner: returns its object, or ``None`` if that is gone. A copy has no function.
-        key: its name in that.
-        used_on: the stages that read or set it.
+        key: its name in that; ``None``: any.
+        read_on: the stages that read it.
         set_on: those that set it.
     """
 
     name: str
     where: str
     owner: Callable[[], Any] | None = field(repr=False, compare=False)
-    key: str
-    used_on: set[int] = field(default_factory=set)
+    key: str | None
+    read_on: set[int] = field(default_factory=set)
     set_on: set[int] = field(default_factory=set)
+
+    @property
+    def used_on(self) -> set[int]:
+        """The stages that read it or set it."""
+        return self.read_on | self.set_on
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"owner": None}

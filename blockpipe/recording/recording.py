@@ -26,11 +26,11 @@ from .entries import (
     LateBackward,
     Output,
     OutsideTensor,
-    SetAttribute,
     SharedChange,
     TensorInfo,
     TurningValue,
     Unmarked,
+    UsedAttribute,
 )
 
 if TYPE_CHECKING:
@@ -101,8 +101,8 @@ class Recording:
     that read them."""
     may_set: dict[tuple[int, Any], set[int]] = field(default_factory=dict, repr=False)
     """The places that a branch which was not taken sets, likewise, with its hops."""
-    attributes: list[SetAttribute] = field(default_factory=list, repr=False)
-    """What its code reads of objects, and the modes of modules, with the stages that set it."""
+    attributes: list[UsedAttribute] = field(default_factory=list, repr=False)
+    """What it sets and reads of objects, and on which stages."""
     may_write: dict[str, set[int]] = field(default_factory=dict, repr=False)
     """The tensors that such a branch writes, by their names, with its hops."""
     switches: bool = False  # whether it sets switches of torch or the process for a while

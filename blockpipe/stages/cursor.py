@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -41,8 +41,17 @@ SKIPPED_MARKS = (
 )
 """For errors about another route than the recorded one, and about a gap in it."""
 
-# See Cursor.
-OnSet = Callable[[int, object, str], Callable[[], None] | None]
+
+class Uses(Protocol):
+    """Is told what a forward does with attributes of objects."""
+
+    def sets(self, owner: object, key: str) -> Callable[[], None] | None:
+        """Be told before one is set; returns what has to be called afterwards."""
+
+    def reads(self, owner: object, key: str) -> None:
+        """Be told when one is read."""
+
+
 # Calls a function that is a block, given a text that identifies it and its arguments.
 FunctionCall = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -65,8 +74,7 @@ class Cursor:
         block_ended: whether the last event was the end of an outermost block.
         on_move: called with the new stage when the stage changes.
         on_call: called in the place of a function that is a block.
-        on_set: called before an attribute is set on some object, with the stage, the object and the
-            name; returns what has to be called afterwards. Copies have it, too.
+        uses: is told of attributes that the forward sets and reads. Copies have it, too.
         noted: what a numbering (:func:`numbered_by`) remembers of this forward.
         kept: what other libraries' functions keep for this forward; copies share it.
         keys: the objects by which the user's code tells this forward from others, by their ids;
@@ -84,7 +92,7 @@ class Cursor:
         self.in_scope = False
         self.on_move: Callable[[int], None] | None = None
         self.on_call: FunctionCall | None = None
-        self.on_set: OnSet | None = None
+        self.uses: Uses | None = None
         self.block_ended = False
         self.noted: dict[Any, Any] = {}
         self.kept: dict[str, Any] = {}
@@ -97,7 +105,7 @@ class Cursor:
         new.stage, new.mark, new.highest = self.stage, self.mark, self.highest
         new.noted, new._calls = {**self.noted}, {**self._calls}
         new.kept, new.keys = self.kept, self.keys
-        new.passes, new.on_set = self.passes, self.on_set
+        new.passes, new.uses = self.passes, self.uses
         new.checkpoint, new._scopes, new.in_scope = self.checkpoint, [*self._scopes], self.in_scope
         return new
 

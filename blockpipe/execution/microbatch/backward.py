@@ -41,7 +41,7 @@ class MicrobatchBackward:
         phase = "recomputation" if action.kind == "R" else "backward"
         cursor = Cursor()
         cursor.stage = stage
-        cursor.on_set = None if self._state.sets is None else self._state.sets.sets
+        cursor.uses = self._state.uses
         outer = set_cursor(cursor)  # for hooks of the user's: which stage is this?
         try:
             self._state.be_on(stage)

@@ -58,7 +58,7 @@ class MicrobatchForward:
         """
         request, state = self._request, self._state
         cursor = Cursor(follow_marks=not self._prepared.planned)
-        cursor.on_set = None if state.sets is None else state.sets.sets
+        cursor.uses = state.uses
         kind = MicrobatchRun if request.is_cut else UncutRun
         run = state.runs[m] = kind(state.context, m, cursor)
         run.recomputes = self._prepared.recomputes(m, len(request.microbatches))

@@ -31,11 +31,11 @@ from ..outside.compared_members import TORCHS
 from ..outside.outside_state import OutsideState
 from ..plain_values.evaluation.index_uses import IndexUses
 from ..plain_values.kinds import traced_on, turning_values
-from ..plain_values.set_attributes import set_attributes
 from ..plain_values.shared_values import SharedValues
 from ..plain_values.still_code import adds_hooks, hooks_in, may_set_by
 from ..plain_values.taken_in import made_in, made_since
 from ..plain_values.tensors.tensor_uses import ForwardsTensors
+from ..plain_values.used_attributes import used_attributes
 from ..plain_values.values import back, note_kept
 from ..plan_resolution import Stages
 from ..reads import NamesRead
@@ -390,7 +390,7 @@ def _note_state(
     result.carried = list(values.known.carried(reads))
     result.turning = [*turning_values(known, reads, values.first)]
     modules = dict(model.named_modules(remove_duplicate=False))
-    result.attributes = [*set_attributes(known, reads, modules, result)]
+    result.attributes = [*used_attributes(known, reads, modules, result)]
     result.outside = recorder.outside_tensors.found()
     result.may_toggle = values.toggles or recorder.changes.toggles
     result.sets, result.changed = {**recorder.outside.sets, **values.sets}, recorder.outside.places

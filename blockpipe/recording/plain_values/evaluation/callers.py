@@ -50,6 +50,8 @@ def _called_by(call: ast.Call, frame: Frame) -> types.CodeType | None:
     if isinstance(function, nn.Module):
         hooks = forward_pre_hooks_of(function)  # which may replace it
         function = UNKNOWN if hooks else attribute_in(function, "forward")
+    elif isinstance(called := attribute_in(type(function), "__call__"), types.FunctionType):
+        function = called  # of an object
     return getattr(getattr(function, "__func__", function), "__code__", None)
 
 
@@ -77,7 +79,7 @@ def argument_of(name: str, frame: Frame) -> tuple[ast.expr | None, Frame] | None
         return None
     node, outer = call
     given = node.args
-    names = names[1:] if isinstance(outer.bound(node.func), types.MethodType | nn.Module) else names
+    names = names if isinstance(outer.bound(node.func), types.FunctionType) else names[1:]
     by_name = {keyword.arg: keyword.value for keyword in node.keywords}
     is_starred = None in by_name or any(isinstance(one, ast.Starred) for one in given)
     if is_starred or _called_by(node, outer) is not code or name not in names:

@@ -147,7 +147,10 @@ class _Values:
         if (given := argument_of(name, frame)) is not None:
             expression, caller = given
             return expression is not None and self.may_differ(expression, caller)
-        if value is UNKNOWN or isinstance(value, _SURE) or is_bound_to_hook(value, frame):
+        code = frame.code
+        is_operators = code.co_name.startswith("__") and name == code.co_varnames[0]  # its object
+        is_known = is_operators or is_bound_to_hook(value, frame)
+        if value is UNKNOWN or isinstance(value, _SURE) or is_known:
             return False
         if is_called_from_outside(frame):
             return isinstance(value, bool | int | float) and not self._known.fake

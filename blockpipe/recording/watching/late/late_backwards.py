@@ -191,8 +191,8 @@ class LateBackwards:
         known: dict[str, LateBackward] = {}
         for write, reads in self._met(_is_unnoticed):
             name, late = self._described(write, reads)
-            if write.is_rare and late.compared is None:
-                continue  # nobody can compare it
+            if write.is_rare and (late.compared is None or self._is_written(write)):
+                continue  # nobody can compare it, or the forward does so in any case
             if name not in known or (known[name].compared and not late.compared):
                 known[name] = late
         yield from known.values()
@@ -205,6 +205,12 @@ class LateBackwards:
                 [*held.hops] or [hop],
                 _READ,
             )
+
+    def _is_written(self, rare: _Write) -> bool:
+        """Whether the forward itself writes to the memory that a branch may write to."""
+        places = (write.place for write in self._writes if not write.is_rare)
+        own = rare.place
+        return own is not None and any(one is not None and own.overlaps(one) for one in places)
 
     def found_if_packed(self) -> Iterator[LateBackward]:
         """Yield the writes that autograd notices, unless hooks around the step keep what it would

@@ -1,0 +1,102 @@
+"""Attributes that a step sets, or reads, on another stage than the recorded forward.
+
+What a step has changed is compared after it with what was there before. If the recorded forward
+changes a value anyway, as a running mean of its own stage, that does not show that another stage
+has set it, too, or reads it: in code that the data choose, a count, or a key that nobody can tell.
+So while a step runs, classes tell of the attributes of their objects, and the cursor says on which
+stage they are used.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torch import nn
+
+from ..._common.callsite import users_line
+from ..._common.nested import tensors
+from ..._torch.modules import children_of
+from ...errors import StateError
+from ...preparation.watched.told_attributes import KnownAttributes, own_members
+from ...recording.entries import UsedAttribute
+from ...stages.cursor import current_stage
+
+_UNSET: Any = object()
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+class AttributeUses:
+    """Watches them in one step, whose micro-batches are under way at once.
+
+    Args:
+        known: the attributes that the recorded forward uses.
+    """
+
+    def __init__(self, known: KnownAttributes) -> None:
+        self._known = known
+
+    def sets(self, owner: object, key: str) -> Callable[[], None] | None:
+        """Look before a stage sets an attribute; returns what looks afterwards.
+
+        Raises:
+            StateError: another stage uses it. What looks afterwards raises this.
+        """
+        place, stage = self._known.of(owner, key), current_stage()
+        if place is None or stage is None or stage in place.set_on or not place.read_on:
+            return None
+        if place.used_on <= {stage}:
+            return None
+        then = _member(owner, key)
+
+        def is_set() -> None:
+            now = _member(owner, key)
+            if not _is_same(then, now) and not any(tensors((then, now))):
+                _refuse("set", key, place, stage)
+
+        return is_set
+
+    def reads(self, owner: object, key: str) -> None:
+        """Look where a stage reads an attribute.
+
+        Raises:
+            StateError: another stage sets it.
+        """
+        place, stage = self._known.of(owner, key), current_stage()
+        if place is None or stage is None or stage in place.used_on or not place.set_on:
+            return
+        if not any(tensors(_member(owner, key))):
+            _refuse("read", key, place, stage)
+
+
+def _refuse(how: str, key: str, place: UsedAttribute, stage: int) -> NoReturn:
+    name = place.name if place.key is not None else f"attribute {key!r} of {place.name}"
+    others = sorted((place.used_on if how == "set" else place.set_on) - {stage})
+    raise StateError(
+        f"{name} was {how} during the step, which it was not when the model was recorded, on "
+        f"stage {stage} ({users_line()}), and stages {others} "
+        f"{'use' if how == 'set' else 'set'} it{f' ({place.where})' if place.where else ''}: "
+        "micro-batches under way at once would change it for each other; pass it along as an "
+        "argument, set it between steps, or use schedule='sequential'"
+    )
+
+
+def _member(owner: object, key: str) -> Any:
+    """Return an attribute of an object's own, without running code of the user's."""
+    own = own_members(owner)
+    if key in own:
+        return own[key]
+    if isinstance(owner, nn.Module):
+        return children_of(owner).get(key, _UNSET)
+    found = (vars(kind)[key] for kind in type(owner).__mro__ if key in vars(kind))
+    slot = next(found, None)
+    try:
+        return slot.__get__(owner) if isinstance(slot, types.MemberDescriptorType) else _UNSET
+    except AttributeError:
+        return _UNSET
+
+
+def _is_same(then: Any, now: Any) -> bool:
+    is_plain = type(then) is type(now) and isinstance(now, _PLAIN)
+    return then is now or (is_plain and bool(then == now))

@@ -1,0 +1,170 @@
+"""Attributes of which classes tell, while a step runs, when they are set or read.
+
+A proxy for the objects was no alternative: the user's code compares them by identity.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from ..._common.threads.process_changes import ProcessChange
+from ...recording.entries import UsedAttribute
+from ...stages.cursor import current_cursor
+
+_SET = "__setattr__"
+_UNSET: Any = object()
+
+
+class KnownAttributes:
+    """The attributes that a recorded forward sets or reads.
+
+    Args:
+        attributes: these, with the stages that use them.
+    """
+
+    def __init__(self, attributes: Iterable[UsedAttribute]) -> None:
+        self._places = dict[tuple[int, str | None], UsedAttribute]()
+        changes = dict[ProcessChange, None]()
+        for one in attributes:
+            owner = None if one.owner is None else one.owner()
+            if owner is not None:
+                self._places[id(owner), one.key] = one
+                changes |= dict.fromkeys(_changes_for(type(owner), one))
+        self.changes = [*changes]
+        """The changes of their objects' classes, to be entered while a step runs."""
+
+    def of(self, owner: object, key: str) -> UsedAttribute | None:
+        """Return an object's attribute, if the forward uses it."""
+        found = self._places.get((id(owner), key))
+        if found is None and not key.startswith("_"):
+            found = self._places.get((id(owner), None))
+        is_it = found is not None and found.owner is not None and found.owner() is owner
+        return found if is_it else None
+
+
+def _changes_for(kind: type, used: UsedAttribute) -> Iterator[ProcessChange]:
+    """Yield the changes by which a class tells of an attribute. Reads are told where a stage sets
+    what they find."""
+    setting = nn.Module if issubclass(kind, nn.Module) else kind
+    yield _changes.setdefault(setting, {}).setdefault(_SET, _ToldSets(setting))
+    if used.set_on and used.key is not None:
+        yield _changes.setdefault(kind, {}).setdefault(used.key, _ToldReads(kind, used.key))
+
+
+class _Told(ProcessChange):
+    """A member of a class that is another one meanwhile.
+
+    Args:
+        kind: the class.
+        name: of the member.
+    """
+
+    def __init__(self, kind: type, name: str) -> None:
+        self._kind, self._name = weakref.ref(kind), name
+        self._own = self._instead = _UNSET
+
+    def instead(self, kind: type) -> Any:
+        """Return what stands there meanwhile."""
+        raise NotImplementedError
+
+    def put_on(self) -> None:
+        """Put it there."""
+        if (kind := self._kind()) is not None:
+            self._own = vars(kind).get(self._name, _UNSET)
+            self._instead = self.instead(kind)
+            type.__setattr__(kind, self._name, self._instead)
+
+    def take_off(self) -> None:
+        """Put back what was there, unless the user's code has put something else there."""
+        kind = self._kind()
+        if kind is None or vars(kind).get(self._name) is not self._instead:
+            return
+        if self._own is _UNSET:
+            type.__delattr__(kind, self._name)
+        else:
+            type.__setattr__(kind, self._name, self._own)
+
+
+class _ToldSets(_Told):
+    """A class whose objects tell of each attribute that is set.
+
+    Args:
+        kind: the class.
+    """
+
+    def __init__(self, kind: type) -> None:
+        super().__init__(kind, _SET)
+
+    def instead(self, kind: type) -> Any:
+        original: Callable[[Any, str, Any], None] = getattr(kind, _SET)
+
+        def set_attribute(owner: Any, name: str, value: Any) -> None:
+            cursor = current_cursor()
+            uses = None if cursor is None else cursor.uses
+            is_set = None if uses is None else uses.sets(owner, name)
+            original(owner, name, value)
+            if is_set is not None:
+                is_set()
+
+        return set_attribute
+
+
+class _ToldReads(_Told):
+    """A class whose objects tell when one of their attributes is read."""
+
+    def instead(self, kind: type) -> Any:
+        found = (vars(base)[self._name] for base in kind.__mro__ if self._name in vars(base))
+        return _Member(self._name, next(found, _UNSET))
+
+
+class _Member:
+    """Stands for an attribute that objects have themselves.
+
+    Args:
+        name: of the attribute.
+        default: what the class has for it.
+    """
+
+    def __init__(self, name: str, default: Any) -> None:
+        self._name, self._default = name, default
+        self._is_data = hasattr(type(default), "__set__")  # a slot, or a property
+
+    def __get__(self, owner: Any, kind: type) -> Any:
+        if owner is not None:
+            cursor = current_cursor()
+            if cursor is not None and cursor.uses is not None:
+                cursor.uses.reads(owner, self._name)
+            if not self._is_data and self._name in (own := own_members(owner)):
+                return own[self._name]
+        if self._default is _UNSET:
+            raise AttributeError(f"{kind.__name__!r} object has no attribute {self._name!r}")
+        get = getattr(type(self._default), "__get__", None)
+        return self._default if get is None else get(self._default, owner, kind)
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        if self._is_data:
+            self._default.__set__(owner, value)
+        else:
+            own_members(owner)[self._name] = value
+
+    def __delete__(self, owner: Any) -> None:
+        if self._is_data:
+            self._default.__delete__(owner)
+        elif own_members(owner).pop(self._name, _UNSET) is _UNSET:
+            raise AttributeError(self._name)
+
+
+def own_members(owner: object) -> dict[str, Any]:
+    """Return an object's ``__dict__``; an empty one if it has none."""
+    try:
+        found: dict[str, Any] = object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        return {}
+    return found
+
+
+_changes = weakref.WeakKeyDictionary[type, dict[str, _Told]]()
