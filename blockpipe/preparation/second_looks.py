@@ -27,7 +27,7 @@ from ..restoring.held_signals import RestoredWhole
 from ..restoring.holders import ContentHolder, DictHolder
 from ..schedules.builders import ScheduleOption
 from ..weights.placement import Fingerprint
-from .shared_state import check_shared_state, opened_since
+from .shared_state import check_changes, check_shared_state, opened_since
 from .watched.seen import UNSET, is_plain
 from .watched.watched_values import MOST_VALUES, Change
 
@@ -113,6 +113,8 @@ class SecondLooks:
             found = self._recorded(batch, record)
             try:
                 check_shared_state(found, schedule)
+                # What a first step makes before others need it, this one has made among them.
+                check_changes(() if known.settles else found.made_once)
             except StateError as error:
                 self._ahead = []
                 _refuse(names, "set", error)

@@ -13,7 +13,7 @@ from .._torch.tensors import FakeTensor, extent_of, overlapping
 from ..batches.losses import kind_of
 from ..errors import StateError
 from ..recording.calls import Call
-from ..recording.entries import OutsideTensor, TensorInfo
+from ..recording.entries import OutsideTensor, SharedChange, TensorInfo
 from ..recording.outside.code_beside import changes_others
 from ..recording.plain_values.still_code import uses_state
 from ..recording.recording import Recording
@@ -49,13 +49,18 @@ def check_shared_state(recording: Recording, schedule: ScheduleOption) -> None:
             f"(stages {stages}; {held.where}{view}): micro-batches under way at once would mix in "
             f"it; {remedy}, or use schedule={schedules}"
         )
-    for shared in recording.shared_changes:
-        if schedule not in ("uncut", "sequential"):
-            raise StateError(
-                f"the forward changes {shared.what}, and {shared.seen} on hops {shared.hops} "
-                f"({shared.where}): micro-batches 0 and 1, under way at once, would change it for "
-                f"each other; {shared.remedy}, or use schedule={shared.schedule!r}"
-            )
+    if schedule not in ("uncut", "sequential"):
+        check_changes(recording.shared_changes)
+
+
+def check_changes(shared_changes: Iterable[SharedChange]) -> None:
+    """Raise :class:`StateError` for changes that hops see of each other, if there are any."""
+    for shared in shared_changes:
+        raise StateError(
+            f"the forward changes {shared.what}, and {shared.seen} on hops {shared.hops} "
+            f"({shared.where}): micro-batches 0 and 1, under way at once, would change it for "
+            f"each other; {shared.remedy}, or use schedule={shared.schedule!r}"
+        )
 
 
 def check_shared_memory(model: nn.Module, recording: Recording, schedule: ScheduleOption) -> None:

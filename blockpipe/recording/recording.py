@@ -88,6 +88,8 @@ class Recording:
     changing: set[str] = field(default_factory=set)  # attributes that the forward sets, by name
     collects: bool = False  # several hops add to something of the user's, or a cache keeps that
     settles: bool = False  # modules of several hops make something at the first call, and keep it
+    made_once: list[SharedChange] = field(default_factory=list)
+    """What these make."""
     turns_by_size: str = ""
     """The line that reads what another hop sets otherwise for a micro-batch of another size."""
     sizes: tuple[Any, ...] = ()  # the shapes in the arguments of the micro-batch that it is of

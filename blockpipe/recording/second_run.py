@@ -35,6 +35,7 @@ def looked_at_twice(run: Callable[[bool], Recording], crossed: CrossedMemory) ->
     lasts = (c for c in first.shared_changes if c.settles and (first.fake or c.is_traced))
     made_once = [c for c in lasts if c.what not in again]
     first.settles = first.settles or bool(made_once)
+    first.made_once = made_once
     before = [c for c in first.shared_changes if c not in made_once] + [*crossed.shared()]
     carried = {value.name for value in second.carried}
     first.carried = [value for value in first.carried if value.name in carried]

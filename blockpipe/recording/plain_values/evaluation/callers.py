@@ -78,11 +78,18 @@ def argument_of(name: str, frame: Frame) -> tuple[ast.expr | None, Frame] | None
     if (call := call_of(frame)) is None:
         return None
     node, outer = call
-    given = node.args
-    names = names if isinstance(outer.bound(node.func), types.FunctionType) else names[1:]
+    given, function = node.args, outer.bound(node.func)
+    if _called_by(node, outer) is not code:
+        return None
+    if not isinstance(function, types.FunctionType):  # but a method, or an object
+        if name == names[0]:
+            is_method = isinstance(function, types.MethodType)
+            owner = getattr(node.func, "value", None) if is_method else node.func
+            return None if owner is None else (owner, outer)
+        names = names[1:]
     by_name = {keyword.arg: keyword.value for keyword in node.keywords}
     is_starred = None in by_name or any(isinstance(one, ast.Starred) for one in given)
-    if is_starred or _called_by(node, outer) is not code or name not in names:
+    if is_starred or name not in names:
         return None
     at = names.index(name)
     return given[at] if at < len(given) else by_name.get(name), outer

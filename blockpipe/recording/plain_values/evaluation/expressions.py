@@ -50,9 +50,8 @@ _WALKS = frozenset(
 )
 _FINDERS = {"__getattr__": nn.Module.__getattr__, "__getattribute__": object.__getattribute__}
 _MEMBERS = ("keys", "values", "items")
-WALKERS = [vars(nn.Module)[name] for name in _WALKS]
-WALKERS += [vars(nn.ModuleDict)[name] for name in _MEMBERS]
-"""Methods of torch's that list what a module has."""
+_WALKERS = [vars(nn.Module)[name] for name in _WALKS]
+_WALKERS += [vars(nn.ModuleDict)[name] for name in _MEMBERS]
 _IN_C = (
     *(types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType),
     types.BuiltinFunctionType,
@@ -204,7 +203,7 @@ class Frame:
             return self.frame.f_globals
         if function is logging.getLogger:
             return self._logger(*map(self.evaluated, node.args))
-        if is_one_of(function, WALKERS):
+        if is_walker(function):
             return members_of(self, node)
         if function is dict and len(node.args) == 1 and not node.keywords:
             found = self.evaluated(node.args[0])
@@ -384,6 +383,12 @@ def _is_method_in_c(owner: Any, key: Any, value: Any) -> bool:
     """Whether it is what a library's class gives all its objects: ``found.append``."""
     is_of_object = not isinstance(owner, Names | type) and key not in own_attributes(owner)
     return is_of_object and isinstance(value, _IN_C)
+
+
+def is_walker(function: Any) -> bool:
+    """Return whether a method of torch's lists what a module has. A recording has others in the
+    place of some."""
+    return is_one_of(getattr(function, "__wrapped__", function), _WALKERS)
 
 
 def members_of(frame: Frame, node: ast.expr) -> Any:

@@ -1,6 +1,7 @@
 """What an expression may stand for with other data: by a key, an index, a name or a condition."""
 
 import ast
+import enum
 import functools
 import types
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,11 +14,13 @@ from ..known_values import KnownValues
 from ..syntax.accesses import Access, sources_of
 from ..syntax.contents import alternatives
 from ..syntax.effects import CALLS_EACH, arguments_of, name_called
+from ..syntax.uses import Use
 from .open_questions import any_open
 
 FUNCTIONS = (types.FunctionType, types.MethodType)
 _GIVES_ENTRY = ("get", "pop", "setdefault")  # methods of dictionaries
 _MOST_DEEP = 4  # of names that are followed to what they are set to: a guess
+_PLAIN = (bool, int, float, str, bytes, enum.Enum, type(None))
 _ANY = ast.Name("*", ast.Load())  # a key that nobody knows
 
 
@@ -84,15 +87,33 @@ class Choices:
             case ast.Attribute(value=owner, attr=name):
                 held = self.objects(owner, frame)
                 found = (ast.Attribute(ast.Constant(one), name, ast.Load()) for one in held)
-            case ast.Subscript(value=table, slice=at) if not _is_fixed(at):
-                if any_open([at], frame, self._known):
-                    found = [ast.Subscript(table, _ANY, ast.Load())]
+            case ast.Subscript(value=table, slice=at):
+                if not _is_fixed(at) and any_open([at], frame, self._known):
+                    keys = [*self.objects(at, frame)]
+                    yield from self._entries(access, table, keys)
+                    return
+                held = self.objects(table, frame)
+                found = (ast.Subscript(ast.Constant(one), at, ast.Load()) for one in held)
             case ast.Call():
                 named = self._named(node, frame)
                 found = (ast.Attribute(ast.Constant(one), n, ast.Load()) for one, n in named)
         for one in found:
             if getattr(one.value, "value", None) is not UNKNOWN:
                 yield Access(ast.copy_location(one, node), access.reads, access.writes)
+
+    def _entries(self, access: Access, table: ast.expr, keys: Sequence[Any]) -> Iterator[Access]:
+        """Yield the accesses to the entries that the data may choose: all, if nobody can tell."""
+        node = access.node
+        if keys and all(isinstance(key, _PLAIN) for key in keys):
+            for key in keys:
+                one = ast.Subscript(table, ast.Constant(key), ast.Load())
+                yield Access(ast.copy_location(one, node), access.reads, access.writes)
+            return
+        if access.reads:
+            one = ast.Subscript(table, _ANY, ast.Load())
+            yield Access(ast.copy_location(one, node), True, False)
+        if access.writes:
+            yield Access(table, True, False, use=Use.WRITE)
 
     def handed_on(self, call: ast.Call, frame: Frame) -> Iterator[Any]:
         """Yield the functions that a function of Python calls for each member of what the data

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ...._common.libraries import has_users_code
 from ..evaluation.callers import argument_of, is_bound_to_hook, is_called_from_outside
-from ..evaluation.expressions import WALKERS, Frame
-from ..evaluation.members import ALL, UNKNOWN, attribute_in, is_one_of
+from ..evaluation.expressions import Frame, is_walker
+from ..evaluation.members import ALL, UNKNOWN, attribute_in
 from ..evaluation.still_frames import Given, StillFrame
 from ..known_values import KnownValues
 from ..places import space_of
@@ -122,10 +122,10 @@ class _Values:
 
     def _name_may_differ(self, node: ast.Name, frame: Frame) -> bool:
         owner, _, value = frame.owner_of(Access(node, reads=True, writes=False))
+        if (outer := _around(node.id, frame)) is not None:
+            return self._name_may_differ(node, outer) or _is_set(node, frame, self._known)
         if owner is not None:
-            outer = _around(node.id, frame)
-            is_outer = outer is not None and self._name_may_differ(node, outer)
-            return is_outer or _is_set(node, frame, self._known)
+            return _is_set(node, frame, self._known)
         if isinstance(value, Tensor):
             return False  # where it is asked for itself, the caller knows
         key = id(frame.code), node.id, id(frame.frame)
@@ -173,7 +173,7 @@ class _Values:
             return any(self.may_differ(one, frame) for one in (*of_method, *given))
         if name in ASKS_SHAPE:
             return False
-        if is_one_of(frame.evaluated(function), WALKERS):
+        if is_walker(frame.evaluated(function)):
             return any(self.may_differ(one, frame) for one in (*of_method, *given))
         is_text = any(isinstance(frame.evaluated(one), str) for one in of_method)
         if is_text or (name in COMPUTES and not of_method) or _computes(frame.bound(function)):

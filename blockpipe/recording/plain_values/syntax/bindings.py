@@ -1,7 +1,7 @@
 """The names that a node of the syntax tree binds, and what to."""
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from .contents import alternatives
 
@@ -58,7 +58,8 @@ def filled(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _targets(node: ast.AST) -> Iterator[tuple[str, ast.expr, ast.AST]]:
-    pairs: list[tuple[ast.AST, ast.expr]] = [*_assignments(node), *bound(node)]
+    pairs: list[tuple[ast.AST, ast.expr]] = [*_assignments(node)]
+    pairs += [part for pair in bound(node) for part in _unpacked(*pair)]
     if isinstance(node, ast.AugAssign):
         pairs.append((node.target, node.value))
     if isinstance(node, ast.Match):
@@ -69,6 +70,33 @@ def _targets(node: ast.AST) -> Iterator[tuple[str, ast.expr, ast.AST]]:
             name = name or getattr(part, "rest", None)
             if isinstance(name, str):
                 yield name, value, part
+
+
+def _unpacked(target: ast.expr, over: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Yield the parts of what a loop sets in each turn, with what each runs over, as far as the
+    code writes that down: ``for name, value in (("mean", x), ("most", y))``."""
+    match target, over:
+        case ast.Tuple(elts=[index, member]), ast.Call(func=ast.Name("enumerate"), args=[inner]):
+            yield index, over
+            yield from _unpacked(member, inner)
+        case ast.Tuple(elts=[_, _]), ast.Call(func=ast.Attribute(ast.Dict() as table, "items")):
+            columns = [one for one in table.keys if one is not None], table.values
+            yield from _columns(target, over, columns)
+        case ast.Tuple(elts=parts), ast.Tuple(elts=rows) | ast.List(elts=rows):
+            tuples = [row for row in rows if isinstance(row, ast.Tuple)]
+            if len(tuples) == len(rows) and {len(row.elts) for row in tuples} == {len(parts)}:
+                yield from _columns(target, over, [*zip(*(t.elts for t in tuples), strict=True)])
+            else:
+                yield target, over
+        case _:
+            yield target, over
+
+
+def _columns(
+    target: ast.Tuple, over: ast.expr, columns: Sequence[Sequence[ast.expr]]
+) -> Iterator[tuple[ast.expr, ast.expr]]:
+    for part, column in zip(target.elts, columns, strict=True):
+        yield from _unpacked(part, _over([*column]) if column else over)
 
 
 def set_to(target: ast.expr, outer: tuple[ast.AST, ...]) -> ast.expr | None:

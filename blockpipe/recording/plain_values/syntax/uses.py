@@ -72,10 +72,23 @@ def use_of(node: ast.expr, outer: tuple[ast.AST, ...]) -> tuple[Use, ast.expr | 
         return (Use.NONE if node is around.func else Use.READ), around.func
     if isinstance(around, ast.Assign):
         is_alias = not any(isinstance(target, ast.Tuple | ast.List) for target in around.targets)
+    elif isinstance(around, ast.Tuple):
+        is_alias = _is_in_line(node, outer)
     else:
         is_alias = isinstance(around, ast.AnnAssign | ast.NamedExpr | ast.Expr)
     is_asked = isinstance(around, ast.Compare) and isinstance(around.ops[0], ast.Is | ast.IsNot)
     return (Use.NONE if is_alias or is_asked else Use.READ), None
+
+
+def _is_in_line(node: ast.expr, outer: tuple[ast.AST, ...]) -> bool:
+    """Return whether each member of a tuple is assigned on its own: ``self.a, self.b = a, b``."""
+    match outer[:2]:
+        case [ast.Tuple(elts=values), ast.Assign(targets=[ast.Tuple(elts=targets)])]:
+            own = dict(zip(map(id, values), targets, strict=False)).get(id(node))
+            is_plain = not any(isinstance(one, ast.Starred) for one in (*values, *targets))
+            is_unpacked = isinstance(own, ast.Tuple | ast.List)
+            return len(values) == len(targets) and is_plain and not is_unpacked
+    return False
 
 
 def _is_shown(node: ast.AST, outer: tuple[ast.AST, ...]) -> bool:
