@@ -24,7 +24,7 @@ from ..errors import UsageError
 from ..preparation.hop_costs import rates_of_stages
 from ..preparation.memory.model import copies_of
 from ..preparation.options import check_loss, check_schedule
-from ..preparation.prepared import lanes_of
+from ..preparation.schedule_choice import lanes_of
 from ..recording.record import record
 from ..schedules.builders import ScheduleOption
 from ..stages.plan import StagePlan

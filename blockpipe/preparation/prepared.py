@@ -51,23 +51,6 @@ SMALL_HOP = 1.2e-3
 _FLOPS, _BYTES, _OPERATION = 4e10, 1e10, 4e-6  # a second; of one core; seconds of any operation
 
 
-def lanes_of(devices: Sequence[torch.device], names: Sequence[Any]) -> list[Hashable]:
-    """Return the name of each stage's lane.
-
-    It is the accelerator device, or on the CPU the stage itself; CPU devices with an index
-    (``"cpu:0"``) are lanes that stages may share.
-
-    Args:
-        devices: the device of each stage, checked.
-        names: the same devices, as the user gave them.
-    """
-    given = [torch.device(name) for name in names]
-    return [
-        device if is_asynchronous(device) else stage if named.index is None else named
-        for stage, (device, named) in enumerate(zip(devices, given, strict=True))
-    ]
-
-
 def is_small(
     recording: Recording, devices: Sequence[torch.device], hops: int | None = None
 ) -> bool:

@@ -36,7 +36,8 @@ from ..weights.placement import Fingerprint, Placement
 from .batch_norm.deferred import DeferredBatchNorm
 from .offloaded import offloaded_stages
 from .options import PipelineOptions, check_plan
-from .prepared import Prepared, lanes_of
+from .prepared import Prepared
+from .schedule_choice import lanes_of
 from .sealed_forwards import SealedForwards
 from .second_looks import SecondLooks, changes_of_modes
 from .shared_state import CodeKinds, check_shared_memory, check_shared_state
@@ -246,12 +247,9 @@ class Preparer:
         turn, absent = alone_recording(self.model), self._hooks.absent()
         with turn, absent, self._watched_values.asked() as (on_index,):
             planned = planned_by(self.model, self.given_plan)
+            given = self.model, batch.args, batch.kwargs, planned, self.placed(), options.cuts
             recording = record_planned(
-                RecordRequest(
-                    *(self.model, batch.args, batch.kwargs, planned, self.placed(), options.cuts),
-                    loss_fn=loss_fn,
-                    on_index=on_index,
-                ),
+                RecordRequest(*given, loss_fn=loss_fn, on_index=on_index),
                 intended=self.given_devices or default_devices(),
                 share=batch.share,
             )

@@ -1,4 +1,5 @@
-"""The schedule that a user's option asks for: made from a name, chosen by cost, or the user's own.
+"""The schedule that a user's option asks for, made from a name, chosen by cost, or the user's own,
+and the lanes of its stages.
 
 A step and a prediction of one read the option here, so that they cannot differ in what they take
 it for.
@@ -6,15 +7,36 @@ it for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from .._common.callsite import users_line
 from .._common.checks import expected
+from ..devices.devices import is_asynchronous
 from ..errors import ScheduleError
 from ..schedules.builders import ScheduleChoice, ScheduleOption, choose, make_schedule
 from ..schedules.schedule import Schedule
 from ..schedules.simulation import Costs
+
+
+def lanes_of(devices: Sequence[torch.device], names: Sequence[Any]) -> list[Hashable]:
+    """Return the name of each stage's lane.
+
+    It is the accelerator device, or on the CPU the stage itself; CPU devices with an index
+    (``"cpu:0"``) are lanes that stages may share.
+
+    Args:
+        devices: the device of each stage, checked.
+        names: the same devices, as the user gave them.
+    """
+    given = [torch.device(name) for name in names]
+    return [
+        device if is_asynchronous(device) else stage if named.index is None else named
+        for stage, (device, named) in enumerate(zip(devices, given, strict=True))
+    ]
 
 
 @dataclass(frozen=True)

@@ -396,6 +396,7 @@ class UsedAttribute:
         key: its name in that; ``None``: any.
         read_on: the stages that read it.
         set_on: those that set it.
+        said_on: those that print or log it.
     """
 
     name: str
@@ -404,6 +405,7 @@ class UsedAttribute:
     key: str | None
     read_on: set[int] = field(default_factory=set)
     set_on: set[int] = field(default_factory=set)
+    said_on: set[int] = field(default_factory=set)
 
     @property
     def used_on(self) -> set[int]:

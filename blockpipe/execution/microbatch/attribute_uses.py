@@ -64,7 +64,9 @@ class AttributeUses:
             StateError: another stage sets it.
         """
         place, stage = self._known.of(owner, key), current_stage()
-        if place is None or stage is None or stage in place.used_on or not place.set_on:
+        if place is None or stage is None or not place.set_on:
+            return
+        if stage in place.used_on | place.said_on:
             return
         if not any(tensors(_member(owner, key))):
             _refuse("read", key, place, stage)

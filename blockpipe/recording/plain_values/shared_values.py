@@ -222,7 +222,9 @@ class SharedValues:
         if is_by_microbatch(owner) or is_by_microbatch(value):
             return
         if owner is not None and self._is_lasting(owner):
-            if access.reads and not access.is_said:
+            if access.is_said:
+                self.known.at(owner, key).said_on.add(hop)
+            elif access.reads:
                 how = read_how(access, frame, self._is_lasting)
                 for holder in owners_of(owner, key):
                     self._reads(holder, key, frame, hop, **how)

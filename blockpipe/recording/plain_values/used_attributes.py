@@ -60,7 +60,8 @@ def used_attributes(
         except TypeError:
             continue
         where = value.first_read or value.first_write
-        new = UsedAttribute(name, where, held, key, read_on, set_on)
+        said_on = {*map(result.stage_of, hops_of(value.said_on))}
+        new = UsedAttribute(name, where, held, key, read_on, set_on, said_on)
         if (same := found.get((id(owner), key))) is not None:
             new.read_on |= same.read_on
         found[id(owner), key] = new

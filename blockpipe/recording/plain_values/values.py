@@ -53,6 +53,7 @@ class SharedValue:
     came_on: set[int] = field(default_factory=set)  # hops that read what a forward before has left
     made_on: set[int] = field(default_factory=set)  # the stages that make the tensors in it
     stored_on: set[int] = field(default_factory=set)  # where it is only put elsewhere
+    said_on: set[int] = field(default_factory=set)  # where it is only printed or logged
     is_bare: bool = False  # whether it is set to a value without tensors
     is_fixed: bool = True  # whether its setters say what they set it to: ``module.eval()``
     lines: set[str] = field(default_factory=set)  # that set it, to the same value too

@@ -343,8 +343,7 @@ def _note_late(recorder: Recorder, values: SharedValues) -> None:
     for tensor, hop, where in values.tensors.read_late:
         if not late.memory.knows(recorder.stand_in(tensor)):  # else it is no alias
             late.reads.in_code(tensor, hop, where)
-    values.untaken.note_modes()
-    for written in values.untaken.written:
+    for written in values.untaken.may_write():
         late.may_write(*written)
     recorder.result.late_backwards = list(late.found())
     recorder.result.late_if_packed = list(late.found_if_packed())

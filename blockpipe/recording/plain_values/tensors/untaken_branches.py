@@ -36,7 +36,6 @@ class UntakenBranches:
 
     Attributes:
         sets: the hops that may set the value at a place, by its object's id and its key.
-        written: the tensors that may be written, each with the hop and the line.
         lasts: says whether a tensor outlives the forward.
     """
 
@@ -44,7 +43,7 @@ class UntakenBranches:
         self._known = known
         self.lasts: Callable[[Tensor], bool] = lambda tensor: False
         self.sets = defaultdict[tuple[int, Any], set[int]](set)
-        self.written = list[tuple[Tensor, int, str]]()
+        self._written = list[tuple[Tensor, int, str]]()
         self._places: list[tuple[Any, Any, _Read]] = []
         self._tensors: list[tuple[Tensor, _Read]] = []
 
@@ -57,10 +56,12 @@ class UntakenBranches:
             read: the hop, and the innermost call, that the frame was in.
         """
         for access in accesses:
-            if access.is_said:
-                continue
             with contextlib.suppress(Exception):  # of an object that cannot be looked at
                 owner, key, _ = frame.owner_of(access)
+                if access.is_said:
+                    if owner is not None and key is not UNKNOWN:
+                        self._known.at(owner, key).said_on.add(read[0])
+                    continue
                 if owner is not None and key is not UNKNOWN:
                     if access.reads:
                         self._places.append((owner, key, read))
@@ -69,19 +70,21 @@ class UntakenBranches:
                 uses = [*uses_of(access, frame, self.lasts)]
                 self._tensors += ((use.tensor, read) for use in uses if use.reads)
                 line = frame.line_of(access.node)
-                self.written += ((use.tensor, read[0], line) for use in uses if use.writes)
+                self._written += ((use.tensor, read[0], line) for use in uses if use.writes)
 
     def note_still(self, still: StillFrame, read: _Read) -> None:
         """Note what a function would do that such a branch calls."""
         for accesses in accesses_of(still.f_code).values():
             self.note(accesses, Frame(still, {}, None), read)  # type: ignore[arg-type]
 
-    def note_modes(self) -> None:
-        """Note the statistics of modules of which the forward sets the mode."""
+    def may_write(self) -> Iterable[tuple[Tensor, int, str]]:
+        """Return the tensors that may be written, with the hop and the line; also statistics of
+        modules of which the forward sets the mode."""
         for known, _, _ in self._known.each():
             if known.key == "training" and isinstance(known.owner, nn.Module):
                 for tensor in statistics_of(known.owner):
-                    self.written += ((tensor, hop, known.first_write) for hop in known.set_on)
+                    self._written += ((tensor, hop, known.first_write) for hop in known.set_on)
+        return self._written
 
     def calls(self, forward: ForwardsTensors) -> Iterator[Call]:
         """Yield the calls that have to be looked into.
@@ -109,7 +112,7 @@ class UntakenBranches:
             forward: as in :meth:`calls`.
         """
         found = defaultdict[str, set[int]](set)
-        for tensor, hop, _ in self.written:
+        for tensor, hop, _ in self._written:
             _, info, _ = forward.told(tensor)
             if info is not None:
                 is_held = isinstance(info, TensorInfo)
