@@ -412,5 +412,10 @@ class UsedAttribute:
         """The stages that read it or set it."""
         return self.read_on | self.set_on
 
+    @property
+    def place(self) -> tuple[int, str | None]:
+        """The id of its object, and its name."""
+        return id(None if self.owner is None else self.owner()), self.key
+
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"owner": None}

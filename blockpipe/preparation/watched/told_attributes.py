@@ -32,7 +32,7 @@ class KnownAttributes:
         for one in attributes:
             owner = None if one.owner is None else one.owner()
             if owner is not None:
-                self._places[id(owner), one.key] = one
+                self._places[one.place] = one
                 changes |= dict.fromkeys(_changes_for(type(owner), one))
         self.changes = [*changes]
         """The changes of their objects' classes, to be entered while a step runs."""

@@ -225,10 +225,7 @@ class SharedValues:
             if access.is_said:
                 self.known.at(owner, key).said_on.add(hop)
             elif access.reads:
-                how = read_how(access, frame, self._is_lasting)
-                for holder in owners_of(owner, key):
-                    self._reads(holder, key, frame, hop, **how)
-                self._may_read_others(owner, key, access, frame, hop)
+                self._reads_all(owner, key, access, frame, hop)
             if access.writes or makes_entry(owner, key, frame):
                 self._will_set([(owner, key, value), *places_of(owner, runs)], access, frame, hop)
         elif access.writes and isinstance(key, str):
@@ -358,6 +355,13 @@ class SharedValues:
         if not is_its_own and self._code.checkpoints.of(frame.frame) is not None:
             known.is_read(back(hop), frame.line)
             known.remedy = OF_CHECKPOINT
+
+    def _reads_all(self, owner: Any, key: Any, access: Access, frame: Frame, hop: int) -> None:
+        """Note a read of a place, of its object's class, and what it may be for other sizes."""
+        how = read_how(access, frame, self._is_lasting)
+        for holder in owners_of(owner, key):
+            self._reads(holder, key, frame, hop, **how)
+        self._may_read_others(owner, key, access, frame, hop)
 
     def _may_read_others(
         self, owner: Any, key: Any, access: Access, frame: Frame, hop: int

@@ -4,6 +4,7 @@ A later forward may use one on another stage, in code that no recording shows. S
 attributes: which stage sets or reads one is known only while it does.
 """
 
+import contextlib
 import weakref
 from collections.abc import Iterator, Mapping
 
@@ -16,7 +17,7 @@ from ..recording import Recording
 from .evaluation.members import Names
 from .known_values import KnownValues
 from .places import attribute_of, named
-from .values import hops_of
+from .values import SharedValue, hops_of
 
 _READ_BY_CALLS = ("training", "forward")  # of a module
 
@@ -33,39 +34,45 @@ def used_attributes(
         result: the recording, with its hops and calls.
     """
     found = dict[tuple[int, str | None], UsedAttribute]()
+    for used in _read_by_calls(known, modules, result):
+        place = found.setdefault(used.place, used)
+        place.read_on |= used.read_on
+    for value, others, name in known.each():
+        if not _has_attributes(value.owner) or _is_unread(value, names):
+            continue
+        hops = value.read_on.union(*(other.read_on for other in others))
+        all_hops = hops_of(hops), hops_of(value.set_on), hops_of(value.said_on)
+        read_on, set_on, said_on = ({*map(result.stage_of, some)} for some in all_hops)
+        if min(read_on | set_on, default=0) < 0:
+            continue  # on a hop on which nothing runs
+        with contextlib.suppress(TypeError):  # an object to which nobody can refer so
+            where, held = value.first_read or value.first_write, weakref.ref(value.owner)
+            used = UsedAttribute(name, where, held, value.key, read_on, set_on, said_on)
+            if (same := found.get(used.place)) is not None:
+                used.read_on |= same.read_on
+            found[used.place] = used
+    yield from found.values()
+
+
+def _read_by_calls(
+    known: KnownValues, modules: Mapping[str, nn.Module], result: Recording
+) -> Iterator[UsedAttribute]:
     for call in result.calls:
         if (module := modules.get(call.path)) is None:
             continue
         # What a library's module reads of itself, nobody sees.
         keys = _READ_BY_CALLS if is_users(type(module).__module__) else (*_READ_BY_CALLS, None)
+        stages = {call.stage, *map(result.stage_of, call.hops)}
         for key in keys:
             name = call.path or "the model" if key is None else named(module, key, known.paths)
-            used = UsedAttribute(name, "", weakref.ref(module), key)
-            used = found.setdefault((id(module), key), used)
-            used.read_on |= {call.stage, *map(result.stage_of, call.hops)}
-    for value, others, name in known.each():
-        owner, key = value.owner, value.key
-        if not _has_attributes(owner) or (place := attribute_of(owner, key)) is None:
-            continue
-        is_named = not (value.is_read_outside or value.is_unnamed)
-        if is_named and names.is_unread(*place):
-            continue
-        hops = value.read_on.union(*(other.read_on for other in others))
-        read_on = {*map(result.stage_of, hops_of(hops))}
-        set_on = {*map(result.stage_of, hops_of(value.set_on))}
-        if min(read_on | set_on, default=0) < 0:
-            continue  # on a hop on which nothing runs
-        try:
-            held = weakref.ref(owner)  # a recording holds no module
-        except TypeError:
-            continue
-        where = value.first_read or value.first_write
-        said_on = {*map(result.stage_of, hops_of(value.said_on))}
-        new = UsedAttribute(name, where, held, key, read_on, set_on, said_on)
-        if (same := found.get((id(owner), key))) is not None:
-            new.read_on |= same.read_on
-        found[id(owner), key] = new
-    yield from found.values()
+            yield UsedAttribute(name, "", weakref.ref(module), key, {*stages})
+
+
+def _is_unread(value: SharedValue, names: NamesRead) -> bool:
+    """Return whether a value is no attribute, or one that no code reads."""
+    place = attribute_of(value.owner, value.key)
+    is_named = not (value.is_read_outside or value.is_unnamed)
+    return place is None or (is_named and names.is_unread(*place))
 
 
 def _has_attributes(owner: object) -> bool:
