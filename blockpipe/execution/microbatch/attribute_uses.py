@@ -9,21 +9,16 @@ stage they are used.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from torch import nn
-
 from ..._common.callsite import users_line
 from ..._common.nested import tensors
-from ..._torch.modules import children_of
 from ...errors import StateError
-from ...preparation.watched.told_attributes import KnownAttributes, own_members
+from ...preparation.watched.told_attributes import KnownAttributes, own_value
 from ...recording.entries import UsedAttribute
 from ...stages.cursor import current_stage
 
-_UNSET: Any = object()
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -48,10 +43,10 @@ class AttributeUses:
             return None
         if place.used_on <= {stage}:
             return None
-        then = _member(owner, key)
+        then = own_value(owner, key)
 
         def is_set() -> None:
-            now = _member(owner, key)
+            now = own_value(owner, key)
             if not _is_same(then, now) and not any(tensors((then, now))):
                 _refuse("set", key, place, stage)
 
@@ -68,7 +63,7 @@ class AttributeUses:
             return
         if stage in place.used_on | place.said_on:
             return
-        if not any(tensors(_member(owner, key))):
+        if not any(tensors(own_value(owner, key))):
             _refuse("read", key, place, stage)
 
 
@@ -82,21 +77,6 @@ def _refuse(how: str, key: str, place: UsedAttribute, stage: int) -> NoReturn:
         "micro-batches under way at once would change it for each other; pass it along as an "
         "argument, set it between steps, or use schedule='sequential'"
     )
-
-
-def _member(owner: object, key: str) -> Any:
-    """Return an attribute of an object's own, without running code of the user's."""
-    own = own_members(owner)
-    if key in own:
-        return own[key]
-    if isinstance(owner, nn.Module):
-        return children_of(owner).get(key, _UNSET)
-    found = (vars(kind)[key] for kind in type(owner).__mro__ if key in vars(kind))
-    slot = next(found, None)
-    try:
-        return slot.__get__(owner) if isinstance(slot, types.MemberDescriptorType) else _UNSET
-    except AttributeError:
-        return _UNSET
 
 
 def _is_same(then: Any, now: Any) -> bool:

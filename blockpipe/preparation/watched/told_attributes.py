@@ -5,6 +5,7 @@ A proxy for the objects was no alternative: the user's code compares them by ide
 
 from __future__ import annotations
 
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from ..._common.threads.process_changes import ProcessChange
+from ..._torch.modules import children_of
 from ...recording.entries import UsedAttribute
 from ...stages.cursor import current_cursor
 
@@ -130,7 +132,7 @@ class _Member:
     """
 
     def __init__(self, name: str, default: Any) -> None:
-        self._name, self._default = name, default
+        self._name, self.default = name, default
         self._is_data = hasattr(type(default), "__set__")  # a slot, or a property
 
     def __get__(self, owner: Any, kind: type) -> Any:
@@ -138,28 +140,44 @@ class _Member:
             cursor = current_cursor()
             if cursor is not None and cursor.uses is not None:
                 cursor.uses.reads(owner, self._name)
-            if not self._is_data and self._name in (own := own_members(owner)):
+            if not self._is_data and self._name in (own := _own_members(owner)):
                 return own[self._name]
-        if self._default is _UNSET:
+        if self.default is _UNSET:
             raise AttributeError(f"{kind.__name__!r} object has no attribute {self._name!r}")
-        get = getattr(type(self._default), "__get__", None)
-        return self._default if get is None else get(self._default, owner, kind)
+        get = getattr(type(self.default), "__get__", None)
+        return self.default if get is None else get(self.default, owner, kind)
 
     def __set__(self, owner: Any, value: Any) -> None:
         if self._is_data:
-            self._default.__set__(owner, value)
+            self.default.__set__(owner, value)
         else:
-            own_members(owner)[self._name] = value
+            _own_members(owner)[self._name] = value
 
     def __delete__(self, owner: Any) -> None:
         if self._is_data:
-            self._default.__delete__(owner)
-        elif own_members(owner).pop(self._name, _UNSET) is _UNSET:
+            self.default.__delete__(owner)
+        elif _own_members(owner).pop(self._name, _UNSET) is _UNSET:
             raise AttributeError(self._name)
 
 
-def own_members(owner: object) -> dict[str, Any]:
-    """Return an object's ``__dict__``; an empty one if it has none."""
+def own_value(owner: object, key: str) -> Any:
+    """Return an attribute of an object's own, without running code of the user's: a module's child,
+    a slot's value; what no attribute is, if it has none."""
+    own = _own_members(owner)
+    if key in own:
+        return own[key]
+    if isinstance(owner, nn.Module):
+        return children_of(owner).get(key, _UNSET)
+    found = (vars(kind)[key] for kind in type(owner).__mro__ if key in vars(kind))
+    slot = next(found, None)
+    slot = slot.default if isinstance(slot, _Member) else slot
+    try:
+        return slot.__get__(owner) if isinstance(slot, types.MemberDescriptorType) else _UNSET
+    except AttributeError:
+        return _UNSET
+
+
+def _own_members(owner: object) -> dict[str, Any]:
     try:
         found: dict[str, Any] = object.__getattribute__(owner, "__dict__")
     except AttributeError:

@@ -1,0 +1,276 @@
+"""Attributes that a later step sets, or reads, on another stage than the recorded forward."""
+
+import copy
+import functools
+import itertools
+import operator
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import blockpipe as bp
+from blockpipe.errors import StateError
+
+from ...parity import assert_same_gradients, plain_step
+from ...stage_devices import assert_close, stages
+
+LATE = 10  # micro-batches: from the middle of the third step on
+X, Y = torch.linspace(-1, 1, 32).view(8, 4), torch.linspace(0, 1, 32).view(8, 4)
+
+
+class Mean:
+    """A running mean, as an object of its own."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def update(self, value: float) -> None:
+        self.value = 0.9 * self.value + 0.1 * value
+
+    def reset(self) -> None:
+        self.value = 1.0
+
+
+class Slotted:
+    __slots__ = ("__weakref__", "value")
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    update, reset = Mean.update, Mean.reset
+
+
+class Scaled(nn.Linear):
+    """A layer with a running mean, which it sets and reads in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.mean, self.gate = 0.0, 0.0
+
+    def reset(self) -> None:
+        self.mean = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().abs().mean().item()
+        return super().forward(x) * (1 + self.mean + self.gate)
+
+
+class Net(nn.Module):
+    """From a certain micro-batch on, the first stage changes what is the last one's."""
+
+    def __init__(self, late: Callable[["Net"], object], mean: Any = None) -> None:
+        super().__init__()
+        self.a, self.b, self.spare = nn.Linear(4, 4), Scaled(), Scaled()
+        self.norm, self.drop = nn.BatchNorm1d(4), nn.Dropout(0.0)
+        self.held, self.other, self.calls, self.late = mean or Mean(), Mean(), 0, late
+        self.layers = [self.b]
+
+    def is_late(self) -> bool:
+        return self.calls >= LATE
+
+    def name(self) -> str:
+        return "mean"
+
+    def pick(self) -> Any:
+        return self.held if self.is_late() else self.other
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            self.calls += 1
+            # No branch of which a recording could see the other way.
+            {False: lambda net: None, True: self.late}[self.is_late()](self)
+            h = self.a(x)
+        with bp.Block(stage=1):
+            h = self.drop(self.norm(self.b(h)))
+            self.held.update(h.detach().abs().mean().item())
+            return h * (1 + self.held.value)
+
+
+def _reset(module: Any) -> None:
+    if hasattr(module, "reset"):
+        module.reset()
+
+
+def _freeze(module: nn.Module) -> None:
+    if isinstance(module, nn.BatchNorm1d):
+        module.eval()
+
+
+def _keep(module: nn.Module) -> None:
+    if isinstance(module, nn.Dropout):
+        module.p = 0.5
+
+
+class Made:
+    def __init__(self, layer: Scaled) -> None:
+        layer.mean = 1.0
+
+
+@dataclass
+class MadeData:
+    layer: Any
+
+    def __post_init__(self) -> None:
+        self.layer.mean = 1.0
+
+
+SETS: dict[str, Callable[[Net], object]] = {
+    "apply": lambda net: net.apply(_reset),
+    "a constructor": lambda net: Made(net.b),
+    "a dataclass": lambda net: MadeData(net.b),
+    "setattr": lambda net: setattr(net.b, net.name(), 1.0),
+    "methodcaller": lambda net: [*map(operator.methodcaller("reset"), net.layers)],
+    "reduce": lambda net: functools.reduce(lambda _, one: one.reset(), net.layers, None),
+    "chain": lambda net: [one.reset() for one in itertools.chain(net.layers)],
+    "sorted": lambda net: sorted(net.layers, key=lambda one: one.reset() or 0),
+    "a method's choice": lambda net: net.pick().reset(),
+    "a mode": lambda net: net.apply(_freeze),
+    "an unbound mode": lambda net: [*map(nn.Module.eval, net.children())],
+    "a library's attribute": lambda net: net.apply(_keep),
+    "a child": lambda net: setattr(net, "norm"[:4], nn.Identity()),
+    "a forward": lambda net: setattr(net.norm, "forward", torch.tanh),
+    "a gate": lambda net: setattr(net.get_submodule("b"), "gate", 1.0),
+}
+
+
+def _train(net: Net, schedule: str) -> None:
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule=schedule)
+    for _ in range(4):
+        pipe.forward_backward(X, target=Y, loss_fn=mse_loss)
+
+
+@pytest.mark.filterwarnings("ignore:.*first sees")
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("way", SETS)
+def test_what_another_stage_sets_later_is_refused(way: str, schedule: str) -> None:
+    """Attack 46: the last stage changes it in each step, so that a comparison after a step showed
+    nothing; or it was set once."""
+    with pytest.raises(StateError, match=r"was set during the step|the forward changes"):
+        _train(Net(SETS[way]), schedule)
+
+
+@pytest.mark.parametrize("mean", [Mean, Slotted])
+def test_an_objects_attribute_that_another_stage_sets_later_is_refused(mean: Any) -> None:
+    with pytest.raises(StateError, match=r"'value' of a \w+ was set during the step.* on stage 0"):
+        _train(Net(lambda net: (net.held, net.other)[net.calls < LATE].reset(), mean()), "gpipe")
+
+
+def test_what_the_own_stage_or_nobody_reads_may_be_set() -> None:
+    """A note of the first stage on the last one's layer; its own mean, which is set anyway."""
+
+    def notes(net: Net) -> None:
+        net.b.seen = net.calls  # type: ignore[assignment]
+        net.other.reset()
+        net.norm.train()
+
+    net = Net(notes)
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    for _ in range(4):
+        loss = pipe.forward_backward(X, target=Y, loss_fn=mse_loss).loss
+        assert_close(loss, plain_step(plain, (X,), {}, Y, mse_loss, 4))
+        assert_same_gradients(net, plain)
+    assert net.b.seen == plain.b.seen
+    assert net.held.value == pytest.approx(plain.held.value)
+
+
+class Reads(nn.Module):
+    """The first stage sets numbers; the last one may read them, as a count says."""
+
+    def __init__(self, read: Callable[["Reads", bool], float]) -> None:
+        super().__init__()
+        self.a, self.b, self.read, self.calls = nn.Linear(4, 4), nn.Linear(4, 4), read, 0
+        self.wild, self.calm, self.scale = Mean(), Mean(), Scaled()
+
+    def pick(self, is_late: bool) -> Mean:
+        return self.wild if is_late else self.calm
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            self.wild.value = self.scale.gate = x.mean().item()
+            h = self.a(x)
+        with bp.Block(stage=1):
+            self.calls += 1
+            return self.b(h) * (1 + self.read(self, self.calls >= LATE))
+
+
+READS: dict[str, Callable[[Reads, bool], float]] = {
+    "a method's choice": lambda net, late: net.pick(late).value,
+    "an index": lambda net, late: [net.calm, net.wild][late].value,
+    "a name": lambda net, late: getattr(getattr(net, "wild" if late else "calm"), "value", 0.0),
+    "vars of a layer": lambda net, late: [net.calm, net.scale][late].__dict__.get("gate", 0.0),
+}
+
+
+@pytest.mark.parametrize("way", READS)
+def test_what_another_stage_reads_later_is_refused(way: str) -> None:
+    """Attack 46: the data, or a count, choose the object that it reads."""
+    with pytest.raises(StateError, match=r"was read during the step|the forward changes"):
+        _train(Reads(READS[way]), "gpipe")  # type: ignore[arg-type]
+
+
+def test_what_another_stage_prints_now_and_then_is_fine(capsys: pytest.CaptureFixture[str]) -> None:
+    def says(net: Reads, is_late: bool) -> float:
+        if is_late:
+            print("the mean", net.wild.value)
+        return 0.0
+
+    _train(Reads(says), "gpipe")  # type: ignore[arg-type]
+    assert "the mean" in capsys.readouterr().out
+
+
+class Guarded:
+    """A class with a ``__setattr__``, a default and a property of its own."""
+
+    value = 0.0
+
+    def __setattr__(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    @property
+    def double(self) -> float:
+        return 2 * self.value
+
+    update, reset = Mean.update, Mean.reset
+
+
+def test_classes_are_afterwards_as_they_were() -> None:
+    """Also after a step that fails, and while it runs for other objects of the class."""
+    kinds = (Guarded, Mean, Scaled, nn.Module, nn.BatchNorm1d, nn.Dropout, Slotted)
+    before = [dict(vars(kind)) for kind in kinds]
+    other, seen = Guarded(), []
+
+    def looks(net: Net) -> None:
+        seen.append((other.value, hasattr(other, "missing"), other.double, Guarded.value))
+        other.value += 1.0
+        del other.value
+
+    _train(Net(looks, Guarded()), "1f1b")
+    assert set(seen) == {(0.0, False, 0.0, 0.0)}
+    with pytest.raises(StateError):
+        _train(Net(lambda net: net.pick().reset(), Guarded()), "1f1b")
+    assert [dict(vars(kind)) for kind in kinds] == before
+
+
+def test_pipelines_in_threads_share_classes() -> None:
+    """The one that ends first takes the change off for neither."""
+    import threading
+
+    nets = [Net(lambda net: None) for _ in range(3)]
+    plains = copy.deepcopy(nets)
+    threads = [threading.Thread(target=_train, args=(net, "1f1b")) for net in nets]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    with warnings.catch_warnings():
+        for net, plain in zip(nets, plains, strict=True):
+            for _ in range(4):
+                plain.zero_grad()
+                plain_step(plain, (X,), {}, Y, mse_loss, 4)
+            assert net.held.value == pytest.approx(plain.held.value)
+    assert "told_attributes" not in str(nn.Module.__setattr__.__module__)
