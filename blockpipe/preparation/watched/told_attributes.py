@@ -5,6 +5,7 @@ A proxy for the objects was no alternative: the user's code compares them by ide
 
 from __future__ import annotations
 
+import contextlib
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -74,11 +75,12 @@ class _Told(ProcessChange):
         raise NotImplementedError
 
     def put_on(self) -> None:
-        """Put it there."""
+        """Put it there, if the class can have another one."""
         if (kind := self._kind()) is not None:
-            self._own = vars(kind).get(self._name, _UNSET)
-            self._instead = self.instead(kind)
-            type.__setattr__(kind, self._name, self._instead)
+            # Both before it is put there: an interrupt may come in between.
+            self._own, self._instead = vars(kind).get(self._name, _UNSET), self.instead(kind)
+            with contextlib.suppress(TypeError):  # a structure of C
+                type.__setattr__(kind, self._name, self._instead)
 
     def take_off(self) -> None:
         """Put back what was there, unless the user's code has put something else there."""

@@ -11,6 +11,7 @@ from ..evaluation.expressions import Frame
 from ..evaluation.members import UNKNOWN, attribute_in, own_attributes
 from ..evaluation.still_frames import chosen_among, or_unknown
 from ..known_values import KnownValues
+from ..places import has_tensors
 from ..syntax.accesses import Access, sources_of
 from ..syntax.contents import alternatives
 from ..syntax.effects import CALLS_EACH, arguments_of, name_called
@@ -89,8 +90,7 @@ class Choices:
                 found = (ast.Attribute(ast.Constant(one), name, ast.Load()) for one in held)
             case ast.Subscript(value=table, slice=at):
                 if not _is_fixed(at) and any_open([at], frame, self._known):
-                    keys = [*self.objects(at, frame)]
-                    yield from self._entries(access, table, keys)
+                    yield from self._entries(access, table, [*self.objects(at, frame)], frame)
                     return
                 held = self.objects(table, frame)
                 found = (ast.Subscript(ast.Constant(one), at, ast.Load()) for one in held)
@@ -101,8 +101,11 @@ class Choices:
             if getattr(one.value, "value", None) is not UNKNOWN:
                 yield Access(ast.copy_location(one, node), access.reads, access.writes)
 
-    def _entries(self, access: Access, table: ast.expr, keys: Sequence[Any]) -> Iterator[Access]:
-        """Yield the accesses to the entries that the data may choose: all, if nobody can tell."""
+    def _entries(
+        self, access: Access, table: ast.expr, keys: Sequence[Any], frame: Frame
+    ) -> Iterator[Access]:
+        """Yield the accesses to the entries that the data may choose: all, if nobody can tell. A
+        tensor that one gets says itself of which micro-batch it is."""
         node = access.node
         if keys and all(isinstance(key, _PLAIN) for key in keys):
             for key in keys:
@@ -112,7 +115,7 @@ class Choices:
         if access.reads:
             one = ast.Subscript(table, _ANY, ast.Load())
             yield Access(ast.copy_location(one, node), True, False)
-        if access.writes:
+        if access.writes and not has_tensors(frame.evaluated(table)):
             yield Access(table, True, False, use=Use.WRITE)
 
     def handed_on(self, call: ast.Call, frame: Frame) -> Iterator[Any]:
