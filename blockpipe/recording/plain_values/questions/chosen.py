@@ -5,6 +5,7 @@ import enum
 import functools
 import types
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..evaluation.expressions import Frame
@@ -83,6 +84,10 @@ class Choices:
     def accesses(self, access: Access, frame: Frame) -> Iterator[Access]:
         """Yield the accesses that an access may be with other data."""
         node = access.node
+        if access.use in (Use.WRITE, Use.BOTH):  # by a method: ``self.tables[k].clear()``
+            held = self.objects(node, frame) if isinstance(node, ast.Subscript) else ()
+            for one in held:
+                yield replace(access, node=ast.copy_location(ast.Constant(one), node))
         found: Iterable[ast.Attribute | ast.Subscript] = ()
         match node:
             case ast.Attribute(value=owner, attr=name):

@@ -1,0 +1,161 @@
+"""Entries of containers, and containers, that data or a count choose for another stage to find."""
+
+import copy
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import blockpipe as bp
+from blockpipe.errors import StateError
+
+from ..stage_devices import stages
+
+X, Y = torch.linspace(-1, 1, 32).view(8, 4), torch.linspace(0, 1, 32).view(8, 4)
+HOT = torch.cat([X[:2], X[2:4] + 5, X[4:6], X[6:] + 5])
+
+
+class Net(nn.Module):
+    """The first stage sets an entry that the data, or a count, choose; the last one reads one, and
+    may set it in each forward."""
+
+    def __init__(self, put: Callable[[Any, bool], object], get: str, *, updates: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.calls, self.counts = nn.Linear(4, 4), nn.Linear(4, 4), 0, False
+        self.put, self.get, self.updates = put, get, updates
+        self.table = {"own": 0.0, "other": 0.0}
+        self.first, self.second = {"own": 0.0}, {"own": 0.0}
+        self.tables = [self.second, self.first]
+        self.numbers, self.found = [0.0, 0.0], defaultdict[str, float](float)
+        self.array, self.recent = np.zeros(2), deque([0.0], maxlen=3)
+        self.older = deque([0.0], maxlen=3)
+
+    def key(self, is_hot: bool) -> str:
+        return "own" if is_hot else "other"
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            self.calls += 1
+            is_hot = self.calls > 9 if self.counts else bool(x.max() > 3)
+            self.put(self, is_hot)
+            h = self.a(x)
+        with bp.Block(stage=1):
+            return self.b(h) * (1 + self.read(h))
+
+    def read(self, h: Tensor) -> float:
+        held: Any = getattr(self, self.get)
+        if self.get == "recent":
+            held.extend([0.5] if self.updates else [])
+            return float(sum(held))
+        key: Any = 1 if self.get in ("numbers", "array") else "own"
+        if self.updates:
+            held[key] = 0.9 * held[key] + 0.1
+        return float(held[key])
+
+
+def _in_branches(net: Any, is_hot: bool) -> None:
+    key = "other"
+    if is_hot:
+        key = "own"
+    net.table[key] = 1.0
+
+
+PUTS: dict[str, tuple[Callable[[Any, bool], object], str]] = {
+    "a key": (lambda n, hot: n.table.__setitem__("own" if hot else "other", 1.0), "table"),
+    "a key in branches": (_in_branches, "table"),
+    "a key of a method": (lambda n, hot: n.table.update({n.key(hot): 1.0}), "table"),
+    "one of several": (lambda n, hot: n.tables[hot].update(own=1.0), "first"),
+    "one of two": (lambda n, hot: (n.first if hot else n.second).update(own=1.0), "first"),
+    "a name": (lambda n, hot: getattr(n, "first" if hot else "second").update(own=1.0), "first"),
+    "an index": (lambda n, hot: n.numbers.__setitem__(int(hot), 1.0), "numbers"),
+    "an element": (lambda n, hot: n.array.__setitem__(int(hot), 1.0), "array"),
+    "a queue": (lambda n, hot: (n.recent if hot else n.older).append(1.0), "recent"),
+    "a default": (lambda n, hot: n.found.__setitem__(n.key(hot), 1.0), "found"),
+}
+
+
+def _train(net: nn.Module) -> None:
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    for x in (X, X, HOT, HOT):
+        pipe.forward_backward(x, target=Y, loss_fn=mse_loss)
+
+
+@pytest.mark.parametrize("updates", [False, True])
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("way", PUTS)
+def test_what_another_stage_sets_when_it_is_chosen_later_is_refused(
+    way: str, counts: bool, updates: bool
+) -> None:
+    """Attack 46: where the last stage sets it as well, or it is set once, nobody looked."""
+    net = Net(*PUTS[way], updates=updates)
+    net.counts = counts
+    with pytest.raises(StateError, match=r"the forward changes|was (set|written) during the step"):
+        _train(net)
+
+
+class Direct(Net):
+    """In its own code, and not by a method of the container's."""
+
+    def __init__(self, *, updates: bool) -> None:
+        super().__init__(lambda net, is_hot: None, "table", updates=updates)
+        self.put = lambda net, is_hot: net.sets(is_hot)
+
+    def sets(self, is_hot: bool) -> None:
+        self.table["own" if is_hot else "other"] = 1.0
+
+
+class ByMethod(Direct):
+    def sets(self, is_hot: bool) -> None:
+        self.table[self.key(is_hot)] = 1.0
+
+
+class ByIndex(Direct):
+    def sets(self, is_hot: bool) -> None:
+        self.get = "first"
+        self.tables[is_hot]["own"] = 1.0
+
+
+@pytest.mark.parametrize("updates", [False, True])
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("kind", [Direct, ByMethod, ByIndex])
+def test_what_the_code_itself_sets_when_it_is_chosen_later_is_refused(
+    kind: Callable[..., Direct], counts: bool, updates: bool
+) -> None:
+    net = kind(updates=updates)
+    net.counts = counts
+    with pytest.raises(StateError, match=r"the forward changes|was set during the step"):
+        _train(net)
+
+
+class Bins(nn.Module):
+    """Each stage counts in a table of its own, under keys that the data choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.bins: dict[str, dict[int, float]] = {"a": {}, "b": {}}
+
+    def counted(self, name: str, h: Tensor) -> Tensor:
+        at = int(h.detach().abs().mean() * 10) % 3
+        self.bins[name][at] = self.bins[name].get(at, 0.0) + 1.0
+        return h / self.bins[name][at]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.counted("a", self.a(x))
+        with bp.Block(stage=1):
+            return self.counted("b", self.b(h))
+
+
+def test_each_stage_may_have_a_table_of_which_data_choose_the_entry() -> None:
+    net = Bins()
+    plain = copy.deepcopy(net)
+    _train(net)
+    for part in torch.cat([X, X, HOT, HOT]).chunk(16):
+        plain(part)
+    assert net.bins == plain.bins
