@@ -1,0 +1,136 @@
+"""Branches that later forwards take and that write to what backwards or recomputations need."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import blockpipe as bp
+from blockpipe.errors import StateError
+
+from ..parity import assert_same_gradients, plain_step
+from ..stage_devices import assert_close, stages
+
+X, Y = torch.linspace(-1, 1, 32).view(8, 4), torch.linspace(0, 1, 32).view(8, 4)
+HOT = torch.cat([X[:2], X[2:4] + 5, X[4:6], X[6:] + 5])
+
+
+class Layer(nn.Module):
+    """Reads its state, and writes to it where the data are large."""
+
+    copies = False
+
+    def __init__(self, write: Callable[["Layer", Tensor], object]) -> None:
+        super().__init__()
+        self.lin, self.write = nn.Linear(4, 4), write
+        self.scale, self.norm = nn.Parameter(torch.ones(4)), nn.BatchNorm1d(4).eval()
+        self.plain, self.number = torch.ones(4), 1.0
+        self.register_buffer("mean", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.lin(x).tanh() * (self.mean.clone() if self.copies else self.mean) * self.scale
+        h = self.norm(h * self.plain.to(h.device) * self.number).sin()
+        if x.max() > 3:
+            self.write(self, h.detach().abs().mean(0))
+        return h
+
+
+def _net(write: Callable[[Layer, Tensor], object]) -> nn.Sequential:
+    net = nn.Sequential(nn.Identity(), Layer(write), nn.Linear(4, 4))
+    return bp.begin_blocks(net, {"2": 1})
+
+
+def _other_memory(layer: Layer, mean: Tensor) -> None:
+    layer.scale.data = layer.scale.data * 0.5
+
+
+DATA: dict[str, Callable[[Layer, Tensor], object]] = {
+    "a weight": lambda layer, mean: layer.scale.data.mul_(0.5),
+    "a buffer": lambda layer, mean: layer.mean.data.copy_(mean),
+    "a clamp": lambda layer, mean: layer.scale.data.clamp_(-0.5, 0.5),
+    "other memory": _other_memory,
+}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("way", DATA)
+def test_a_write_by_data_in_a_later_branch_is_refused_where_a_backward_needs_it(
+    way: str, schedule: str
+) -> None:
+    """No version counts it, so that autograd had the values of a later micro-batch."""
+    net = _net(DATA[way])
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule=schedule)
+    for _ in range(2):
+        pipe.forward_backward(X, target=Y, loss_fn=mse_loss)
+    with pytest.raises(StateError, match="may write to (parameter|buffer) '1"):
+        pipe.forward_backward(HOT, target=Y, loss_fn=mse_loss)
+
+
+class Turns(nn.Module):
+    """A norm that learns its statistics where the data are large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm.train(bool(x.max() > 3))
+        return self.norm(self.lin(x)).tanh()
+
+
+def test_statistics_that_a_later_forward_learns_are_refused_where_a_backward_needs_them() -> None:
+    """A norm that does not learn has them saved, and torch counts no version of them."""
+    net = bp.begin_blocks(nn.Sequential(Turns(), nn.Linear(4, 4)), {"1": 1})
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule="gpipe")
+    pipe.forward_backward(X, target=Y, loss_fn=mse_loss)
+    with pytest.raises(StateError, match=r"may write to buffer '0.norm.running_mean'"):
+        pipe.forward_backward(HOT, target=Y, loss_fn=mse_loss)
+
+
+def test_a_branch_that_is_never_taken_costs_no_refusal() -> None:
+    net = _net(DATA["a weight"]).to(stages(1)[0])
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, checkpoint="always")
+    for _ in range(3):
+        loss = pipe.forward_backward(X, target=Y, loss_fn=mse_loss).loss
+        x = X.to(stages(1)[0])
+        assert_close(loss, plain_step(plain, (x,), {}, Y, mse_loss, 4))
+        assert_same_gradients(net, plain)
+
+
+STATE: dict[str, Callable[[Layer, Tensor], object]] = {
+    "a number": lambda layer, mean: setattr(layer, "number", mean.sum().item()),
+    "a tensor": lambda layer, mean: layer.plain.copy_(mean.cpu()),
+    "another tensor": lambda layer, mean: setattr(layer, "plain", mean.cpu()),
+}
+
+
+@pytest.mark.parametrize("way", STATE)
+def test_a_recomputation_that_finds_another_value_in_a_later_step_is_refused(way: str) -> None:
+    """What was made again was compared in the first step alone."""
+    net = _net(STATE[way])
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule="gpipe", checkpoint="always")
+    for _ in range(2):
+        pipe.forward_backward(X, target=Y, loss_fn=mse_loss)
+    with pytest.raises(StateError, match="with other numbers when it was recomputed"):
+        pipe.forward_backward(HOT, target=Y, loss_fn=mse_loss)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "sequential"])
+def test_a_buffer_that_a_later_branch_writes_is_recomputed_as_it_was(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was copied only where the recorded forward wrote to it."""
+    monkeypatch.setattr(Layer, "copies", True)  # of what is saved otherwise, torch sees the write
+    net = _net(lambda layer, mean: layer.mean.copy_(mean)).to(stages(1)[0])
+    plain = copy.deepcopy(net)
+    options = {"chunks": 4, "schedule": schedule, "checkpoint": "always"}
+    pipe = bp.Pipeline(net, devices=stages(2), **options)
+    for x in (X, X, HOT, X, HOT):
+        loss = pipe.forward_backward(x, target=Y, loss_fn=mse_loss).loss
+        x = x.to(stages(1)[0])
+        assert_close(loss, plain_step(plain, (x,), {}, Y, mse_loss, 4))
+        assert_same_gradients(net, plain)
