@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from .._common.callsite import users_line, warn
+from .._common.threads.others import are_others
 from .._common.threads.thread_state import ours
 from ..batches.losses import computed_loss
 from ..devices.rng_streams import (
@@ -96,6 +97,8 @@ class StepRandomness:
         is_new = [self._prepared.mark_as_random(kind=kind) for kind in sorted(kinds)]
         if not others or self._is_one_by_one:
             return  # one by one a backward may draw, too
+        if self._streams is None and are_others():
+            return  # it was another thread, perhaps, and has done no harm
         if not any(is_new):
             warn(
                 "while a step ran, something else than its forwards has drawn random numbers from "

@@ -11,6 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from .._common.own_members import ABSENT, own_member
 from .iterators import StandIns
 
 _UNSET = object()
@@ -288,10 +289,12 @@ class ClassHolder(Holder):
         return id(self._kind)  # each namespace() is another object
 
     def now(self) -> list[tuple[Any, Any]]:
+        found = ((name, own_member(value)) for name, value in [*vars(self._kind).items()])
         return [
             (name, value)
-            for name, value in vars(self._kind).items()
+            for name, value in found
             if not name.startswith("__") or (isinstance(value, _METHODS) and name not in _LAZY)
+            if value is not ABSENT
         ]
 
     def put(self, key: str, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""The user's threads beside this one, for messages: no mode of torch sees what they compute."""
+"""The user's threads beside this one: no mode of torch sees what they compute."""
 
 import threading
 
@@ -11,3 +11,9 @@ def beside_this_thread() -> str:
         if thread not in own and not is_ours:
             return f", as in another thread (there is {thread.name!r})"
     return ""
+
+
+def are_others() -> bool:
+    """Return whether threads of the user's run beside this one."""
+    own = threading.current_thread()
+    return any(not (t is own or t.name.startswith("blockpipe")) for t in threading.enumerate())

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from ..._common.own_members import ABSENT, stand_in, stands_no_more
 from ..._common.threads.process_changes import ProcessChange
 from ..._torch.modules import children_of
 from ...recording.entries import UsedAttribute
@@ -68,7 +69,7 @@ class _Told(ProcessChange):
 
     def __init__(self, kind: type, name: str) -> None:
         self._kind, self._name = weakref.ref(kind), name
-        self._own = self._instead = _UNSET
+        self._own = self._instead = ABSENT
 
     def instead(self, kind: type) -> Any:
         """Return what stands there meanwhile."""
@@ -77,20 +78,21 @@ class _Told(ProcessChange):
     def put_on(self) -> None:
         """Put it there, if the class can have another one."""
         if (kind := self._kind()) is not None:
-            # Both before it is put there: an interrupt may come in between.
-            self._own, self._instead = vars(kind).get(self._name, _UNSET), self.instead(kind)
+            # Before it is put there: an interrupt may come in between.
+            self._own, self._instead = vars(kind).get(self._name, ABSENT), self.instead(kind)
+            stand_in(self._instead, self._own)
             with contextlib.suppress(TypeError):  # a structure of C
                 type.__setattr__(kind, self._name, self._instead)
 
     def take_off(self) -> None:
         """Put back what was there, unless the user's code has put something else there."""
         kind = self._kind()
-        if kind is None or vars(kind).get(self._name) is not self._instead:
-            return
-        if self._own is _UNSET:
-            type.__delattr__(kind, self._name)
-        else:
-            type.__setattr__(kind, self._name, self._own)
+        if kind is not None and vars(kind).get(self._name) is self._instead:
+            if self._own is ABSENT:
+                type.__delattr__(kind, self._name)
+            else:
+                type.__setattr__(kind, self._name, self._own)
+        stands_no_more(self._instead)
 
 
 class _ToldSets(_Told):
