@@ -159,3 +159,84 @@ def test_each_stage_may_have_a_table_of_which_data_choose_the_entry() -> None:
     for part in torch.cat([X, X, HOT, HOT]).chunk(16):
         plain(part)
     assert net.bins == plain.bins
+
+
+class Members(nn.Module):
+    """The first stage adds what the data, or a count, choose to a set; the last one asks for one."""
+
+    def __init__(self, add: Callable[[set[str], bool], object], *, adds: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.calls, self.counts = nn.Linear(4, 4), nn.Linear(4, 4), 0, False
+        self.seen, self.add, self.adds = {"cold"}, add, adds
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            self.calls += 1
+            is_hot = self.calls > 9 if self.counts else bool(x.max() > 3)
+            self.add(self.seen, is_hot)
+            h = self.a(x)
+        with bp.Block(stage=1):
+            if self.adds:
+                self.seen.add("last")
+            return self.b(h) * (1 + ("hot" in self.seen))
+
+
+def _adds_in_branches(seen: set[str], is_hot: bool) -> None:
+    key = "cold"
+    if is_hot:
+        key = "hot"
+    seen.add(key)
+
+
+ADDS: dict[str, Callable[[set[str], bool], object]] = {
+    "one of two": lambda seen, hot: seen.add("hot" if hot else "cold"),
+    "one of several": lambda seen, hot: seen.add(["cold", "hot"][hot]),
+    "in branches": _adds_in_branches,
+    "several": lambda seen, hot: seen.update(["hot"] * hot),
+}
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("way", ADDS)
+def test_a_member_that_another_stage_adds_later_is_refused(
+    way: str, counts: bool, adds: bool
+) -> None:
+    net = Members(ADDS[way], adds=adds)
+    net.counts = counts
+    with pytest.raises(StateError, match=r"the forward changes|was set during the step"):
+        _train(net)
+
+
+SAID = set[str]()
+
+
+class WarnsOnce(nn.Module):
+    """Both stages say once what they have to say: the same, or something of their own."""
+
+    def __init__(self, *said: str) -> None:
+        super().__init__()
+        self.a, self.b, self.said = nn.Linear(4, 4), nn.Linear(4, 4), said
+        SAID.clear()
+
+    def says(self, text: str) -> None:
+        if text not in SAID:
+            SAID.add(text)
+            print(text)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            self.says(self.said[0])
+            h = self.a(x)
+        with bp.Block(stage=1):
+            self.says(self.said[1])
+            return self.b(h)
+
+
+@pytest.mark.parametrize("said", [("no mask", "no kernel"), ("no mask", "no mask")])
+def test_stages_may_say_something_once(
+    said: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Attack 47: with a set, and not a dictionary, it was refused."""
+    _train(WarnsOnce(*said))
+    assert sorted(capsys.readouterr().out.split("\n")[:-1]) == sorted(set(said))

@@ -131,8 +131,8 @@ def _held_by(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def entry_asked(access: Access, frame: Frame) -> Any:
     """Return the key of the one entry that code asks a container for (``table.get(key)``, ``key in
-    table``) or changes (``table.setdefault(key, [])``); ``ALL`` if it may be any of them."""
-    if access.key is None or not isinstance(frame.evaluated(access.node), dict):
+    table``) or changes (``table.setdefault(key, [])``, ``seen.add(key)``); ``ALL``: any."""
+    if access.key is None or not isinstance(frame.evaluated(access.node), dict | set):
         return ALL
     key = frame.key(access.key)
     return ALL if key is UNKNOWN else key

@@ -34,7 +34,7 @@ from .drawn_numbers import DrawnNumbers, draws_from
 from .evaluation.by_call import asked_by_call, set_by_call, set_by_method
 from .evaluation.expressions import Frame
 from .evaluation.index_uses import IndexUses
-from .evaluation.members import ALL, TRAINS, UNKNOWN, WHOLE, Names, owners_of, whose
+from .evaluation.members import ALL, TRAINS, UNKNOWN, WHOLE, Names, member_of, owners_of, whose
 from .evaluation.registered import places_of
 from .evaluation.sizes import Sizes
 from .evaluation.still_frames import StillFrame
@@ -309,7 +309,9 @@ class SharedValues:
                 known = self.known.at(value, ALL)  # what autograd saves may change, too
                 known.is_read(back(hop), frame.line)
                 known.remedy = OF_ARRAY
-        if access.use is not Use.READ or is_filled or advances(value):
+        if access.use is Use.WRITE and isinstance(value, set) and key is not ALL:
+            self._will_set([(value, key, member_of(value, key))], access, frame, hop)
+        elif access.use is not Use.READ or is_filled or advances(value):
             again = self._code.checkpoints.of(frame.frame) is not None
             self.known.is_changed(value, key, hop, frame.line, self._calls(), again=again)
 

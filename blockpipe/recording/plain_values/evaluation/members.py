@@ -169,6 +169,8 @@ def member_of(owner: Any, key: Any) -> Any:
         return sys.modules["numpy"].ndarray.__getitem__(owner, key)
     if isinstance(owner, dict):
         return dict.get(owner, key, UNKNOWN) if _is_plain_key(key) else UNKNOWN
+    if isinstance(owner, set):
+        return set.__contains__(owner, key) if _is_plain_key(key) else UNKNOWN
     if isinstance(owner, list | tuple | deque) and isinstance(key, int):
         return owner[key] if -len(owner) <= key < len(owner) else UNKNOWN
     if type(owner).__module__ == "numpy" or not isinstance(key, str | int):

@@ -43,7 +43,7 @@ class Choices:
             return
         match node:
             case ast.Subscript(slice=at):
-                if not _is_fixed(at) and any_open([at], frame, self._known):
+                if self._is_open(at, frame):
                     yield from chosen_among(node, frame)
             case ast.IfExp(test=test, body=body, orelse=orelse):
                 if any_open([test], frame, self._known):
@@ -54,7 +54,7 @@ class Choices:
             case ast.Call(func=ast.Attribute(value=table, attr=name), args=[at, *others]) if (
                 name in _GIVES_ENTRY
             ):
-                if not _is_fixed(at) and any_open([at], frame, self._known):
+                if self._is_open(at, frame):
                     yield from chosen_among(ast.Subscript(table, at), frame)
                     yield from (or_unknown(frame.bound, one) for one in others)
             case ast.Call():
@@ -84,6 +84,10 @@ class Choices:
     def accesses(self, access: Access, frame: Frame) -> Iterator[Access]:
         """Yield the accesses that an access may be with other data."""
         node = access.node
+        if access.key is not None and self._is_open(access.key, frame):  # ``seen.add(k)``
+            keys = self._keys(access.key, frame)
+            yield from (replace(access, key=ast.Constant(key)) for key in keys)
+            yield from () if keys else [replace(access, key=None)]
         if access.use in (Use.WRITE, Use.BOTH):  # by a method: ``self.tables[k].clear()``
             held = self.objects(node, frame) if isinstance(node, ast.Subscript) else ()
             for one in held:
@@ -94,8 +98,8 @@ class Choices:
                 held = self.objects(owner, frame)
                 found = (ast.Attribute(ast.Constant(one), name, ast.Load()) for one in held)
             case ast.Subscript(value=table, slice=at):
-                if not _is_fixed(at) and any_open([at], frame, self._known):
-                    yield from self._entries(access, table, [*self.objects(at, frame)], frame)
+                if self._is_open(at, frame):
+                    yield from self._entries(access, table, self._keys(at, frame), frame)
                     return
                 held = self.objects(table, frame)
                 found = (ast.Subscript(ast.Constant(one), at, ast.Load()) for one in held)
@@ -106,16 +110,25 @@ class Choices:
             if getattr(one.value, "value", None) is not UNKNOWN:
                 yield Access(ast.copy_location(one, node), access.reads, access.writes)
 
+    def _is_open(self, at: ast.expr, frame: Frame) -> bool:
+        """Return whether a key or an index may be another one."""
+        return not _is_fixed(at) and any_open([at], frame, self._known)
+
+    def _keys(self, at: ast.expr, frame: Frame) -> list[Any]:
+        """Return the keys that the data may choose; none, if nobody can tell."""
+        keys = [*self.objects(at, frame)]
+        return keys if all(isinstance(key, _PLAIN) for key in keys) else []
+
     def _entries(
         self, access: Access, table: ast.expr, keys: Sequence[Any], frame: Frame
     ) -> Iterator[Access]:
         """Yield the accesses to the entries that the data may choose: all, if nobody can tell. A
         tensor that one gets says itself of which micro-batch it is."""
         node = access.node
-        if keys and all(isinstance(key, _PLAIN) for key in keys):
-            for key in keys:
-                one = ast.Subscript(table, ast.Constant(key), ast.Load())
-                yield Access(ast.copy_location(one, node), access.reads, access.writes)
+        for key in keys:
+            one = ast.Subscript(table, ast.Constant(key), ast.Load())
+            yield Access(ast.copy_location(one, node), access.reads, access.writes)
+        if keys:
             return
         if access.reads:
             one = ast.Subscript(table, _ANY, ast.Load())

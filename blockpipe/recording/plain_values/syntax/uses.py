@@ -7,7 +7,7 @@ from .effects import DOES_BOTH, FILLS, WRITES, name_called
 
 _READS = frozenset(["get", "keys", "values", "items", "copy", "index", "count", "__getitem__"])
 _COMPARES = ("count", "index", "remove")
-_TAKES_KEY = ("get", "pop", "setdefault", "move_to_end")
+_TAKES_KEY = ("get", "pop", "setdefault", "move_to_end", "add", "discard", "remove")
 _STORES = frozenset(
     ["append", "appendleft", "extend", "insert", "setdefault", "update", "put", "put_nowait"]
 )
