@@ -175,6 +175,9 @@ class Preparer:
             recording.check(len(devices), in_order=self._placement is None)
             check_shared_state(recording, options.shares_by)
             check_shared_memory(self.model, recording, options.shares_by)
+            is_filled = self._placement is None and self._values.fill(recording, devices)
+            if is_filled and self._watched_values.has_turned():  # by set_extra_state()
+                return self.prepare(batch, options, loss_fn)
             prepared = self._place(recording, devices, options)
             self._compile(prepared)
             self._forget_oldest(batch)
@@ -265,7 +268,6 @@ class Preparer:
         self, recording: Recording, devices: list[torch.device], options: PipelineOptions
     ) -> Prepared:
         if self._placement is None:
-            self._values.fill(recording, devices)
             self._placement = Placement(self.model, devices)
         self._hooks.take_off()
         homes = self._placement.place(recording)

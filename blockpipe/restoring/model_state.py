@@ -321,6 +321,8 @@ def _behind(iterator: Any) -> list[Any]:
     if isinstance(iterator, Context):
         return [*iterator.values()]
     found = gc.get_referents(iterator)
+    if isinstance(iterator, itertools.cycle):  # it adds to a list of its own
+        found = [one for held in found for one in (held if type(held) is list else (held,))]
     if not isinstance(iterator, itertools.zip_longest):
         return found
     # Where one of its iterators has ended, its tuple holds nothing there: to read that is a crash.

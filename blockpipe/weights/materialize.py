@@ -275,9 +275,10 @@ class PendingValues:
         """Forget the checkpoint, as the model has got values in another way."""
         self._weights = None
 
-    def fill(self, recording: Recording, devices: Sequence[torch.device]) -> None:
-        """Give the model its values once; later ones are the training's."""
+    def fill(self, recording: Recording, devices: Sequence[torch.device]) -> bool:
+        """Give the model its values once; later ones are the training's. Returns whether it did."""
         if self._weights is None and self._init is None:
-            return
+            return False
         materialize(self._model, recording, devices, weights=self._weights, init=self._init)
         self._weights = self._init = None
+        return True

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import enum
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -195,3 +196,26 @@ def test_a_key_that_a_caller_changes_is_anothers_as_well() -> None:
         bp.Pipeline(Changing(), devices=stages(2), chunks=2).forward_backward(
             X, target=Y, loss_fn=mse_loss
         )
+
+
+class Cycled(nn.Linear):
+    """Each layer goes round numbers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.scales = itertools.cycle([1.0, 2.0, 0.5])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * next(self.scales)
+
+
+def test_each_layer_may_have_an_iterator_of_its_own() -> None:
+    """Attack 47: the list that `cycle` fills was taken for one that another stage might fill."""
+    net = bp.begin_blocks(nn.Sequential(Cycled(), nn.Tanh(), Cycled()), {"2": 1})
+    plain = nn.Sequential(Cycled(), nn.Tanh(), Cycled())
+    plain.load_state_dict(net.state_dict())
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    for _ in range(4):
+        pipe.forward_backward(X, target=Y, loss_fn=mse_loss)
+        plain_step(plain, (X,), {}, Y, mse_loss, 4)
+    assert_same_gradients(net, plain)

@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import blockpipe as bp
 from blockpipe.errors import UsageError, WeightsError
@@ -274,6 +274,39 @@ def test_extra_state_in_weights(tmp_path, kind, meta):
         other = bp.begin_blocks(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), {"1": 1})
     with pytest.raises(WeightsError, match="unexpected: '0._extra_state', for which no module"):
         pipeline(other, cuts=(1,), weights=weights, sample=((X,), {}))
+
+
+class Turning(nn.Module):
+    """Its extra state says which way it goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.scale = nn.Linear(6, 6), nn.Linear(6, 6), 1.0
+
+    def get_extra_state(self) -> dict[str, float]:
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        self.scale = state["scale"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.b(self.a(x))
+        return h * self.scale if self.scale < 1.5 else h.tanh()
+
+
+def test_extra_state_that_weights_bring_is_recorded() -> None:
+    """Attack 47: the recording was of the value before, and a step took the new one for a write of
+    the forward's: a warning, and one by one from then on."""
+    plain = Turning()
+    plain.scale = 2.0
+    with torch.device("meta"):
+        net = bp.begin_blocks(Turning(), {"b": 1})
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2, weights=plain.state_dict())
+    x = torch.randn(6, 6)
+    for _ in range(2):
+        pipe.forward_backward(x, loss_fn=torch.sum)
+    assert net.scale == 2.0
+    assert_close(pipe(x), plain(x))
 
 
 def test_extra_state_is_the_models_own():
