@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._common.code import code_of
+from .._common.libraries import is_users
 from .._common.modules import OwnHook, StandIn, named_slots
 from .._torch.checkpoints import wait_for_all_devices
 from .._torch.graph import gradient_hooks, stepping_hooks
@@ -184,8 +185,9 @@ class Fingerprint:
         # What is in a scripted module is TorchScript's, and is asked for anew each time.
         modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
         self._modules = modules
-        slots = map(children_of, modules)
+        slots = [*map(children_of, modules)]
         self._children = [(names, list(names.values())) for names in slots if names]
+        self._childless = [names for names in slots if not names]
         self._held = [
             (names, key, tensor, tensor.device)
             for m in modules
@@ -196,7 +198,10 @@ class Fingerprint:
         self._tensors = [tensor for _, _, tensor, _ in self._held]
         self._shaped = [tensor for tensor in self._tensors if not is_lazy(tensor)]
         self._shapes = _shapes_of(self._shaped)
-        self._counts = [(parameters_of(m), len(parameters_of(m))) for m in modules]
+        # The user's modules may make buffers in their forwards.
+        others = [m for m in modules if not is_users(type(m).__module__)]
+        held = [*map(parameters_of, modules), *map(buffers_of, others)]
+        self._counts = [(names, len(names)) for names in held]
         hooks = (hooks_of(m) for m in modules for hooks_of in _HOOKS)
         self._hooks = [*hooks, *hooks_of_all_modules()]
         self._shared_places = SharedPlaces(modules)
@@ -231,6 +236,8 @@ class Fingerprint:
         for now, then in self._children:
             if list(now.values()) != then:
                 return False
+        if any(self._childless):
+            return False
         for names, key, tensor, device in self._held:
             if names.get(key) is not tensor or tensor.device != device:
                 return False
