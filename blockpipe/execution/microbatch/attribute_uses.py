@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from torch import nn
+
 from ..._common.callsite import users_line
 from ..._common.nested import tensors
 from ...errors import StateError
-from ...preparation.watched.told_attributes import KnownAttributes, own_value
+from ...preparation.watched.told_attributes import KnownAttributes, own_value, part_of
 from ...recording.entries import UsedAttribute
 from ...stages.cursor import current_stage
 
@@ -47,7 +49,11 @@ class AttributeUses:
 
         def is_set() -> None:
             now = own_value(owner, key)
-            if not _is_same(then, now) and not any(tensors((then, now))):
+            # A tensor says itself of which micro-batch it is, but not a parameter or a buffer.
+            is_part = (
+                isinstance(owner, nn.Module) and now is not then and now is part_of(owner, key)
+            )
+            if not _is_same(then, now) and (is_part or not any(tensors((then, now)))):
                 _refuse("set", key, place, stage)
 
         return is_set

@@ -6,6 +6,7 @@ A proxy for the objects was no alternative: the user's code compares them by ide
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -15,11 +16,12 @@ from torch import nn
 
 from ..._common.own_members import ABSENT, stand_in, stands_no_more
 from ..._common.threads.process_changes import ProcessChange
-from ..._torch.modules import children_of
+from ..._torch.modules import buffers_of, children_of, parameters_of
 from ...recording.entries import UsedAttribute
 from ...stages.cursor import current_cursor
 
 _SET = "__setattr__"
+_ADD = ("__delattr__", "add_module", "register_parameter", "register_buffer")  # to a module
 _UNSET: Any = object()
 
 
@@ -37,7 +39,7 @@ class KnownAttributes:
             owner = None if one.owner is None else one.owner()
             if owner is not None:
                 self._places[one.place] = one
-                changes |= dict.fromkeys(_changes_for(type(owner), one))
+                changes |= dict.fromkeys(_changes_for(owner, one))
         self.changes = [*changes]
         """The changes of their objects' classes, to be entered while a step runs."""
 
@@ -50,11 +52,14 @@ class KnownAttributes:
         return found if is_it else None
 
 
-def _changes_for(kind: type, used: UsedAttribute) -> Iterator[ProcessChange]:
+def _changes_for(owner: object, used: UsedAttribute) -> Iterator[ProcessChange]:
     """Yield the changes by which a class tells of an attribute. Reads are told where a stage sets
     what they find."""
-    setting = nn.Module if issubclass(kind, nn.Module) else kind
-    yield _changes.setdefault(setting, {}).setdefault(_SET, _ToldSets(setting))
+    kind = type(owner)
+    of_module = isinstance(owner, nn.Module)
+    for name in (_SET, *(_ADD if of_module else ())):
+        setting = nn.Module if of_module else kind
+        yield _changes.setdefault(setting, {}).setdefault(name, _ToldSets(setting, name))
     if used.set_on and used.key is not None:
         yield _changes.setdefault(kind, {}).setdefault(used.key, _ToldReads(kind, used.key))
 
@@ -96,23 +101,17 @@ class _Told(ProcessChange):
 
 
 class _ToldSets(_Told):
-    """A class whose objects tell of each attribute that is set.
-
-    Args:
-        kind: the class.
-    """
-
-    def __init__(self, kind: type) -> None:
-        super().__init__(kind, _SET)
+    """A class whose objects tell when one of its methods sets an attribute."""
 
     def instead(self, kind: type) -> Any:
-        original: Callable[[Any, str, Any], None] = getattr(kind, _SET)
+        original: Callable[..., None] = getattr(kind, self._name)
 
-        def set_attribute(owner: Any, name: str, value: Any) -> None:
+        @functools.wraps(original)
+        def set_attribute(owner: Any, name: str, *value: Any, **options: Any) -> None:
             cursor = current_cursor()
             uses = None if cursor is None else cursor.uses
             is_set = None if uses is None else uses.sets(owner, name)
-            original(owner, name, value)
+            original(owner, name, *value, **options)
             if is_set is not None:
                 is_set()
 
@@ -165,13 +164,13 @@ class _Member:
 
 
 def own_value(owner: object, key: str) -> Any:
-    """Return an attribute of an object's own, without running code of the user's: a module's child,
-    a slot's value; what no attribute is, if it has none."""
+    """Return an attribute of an object's own, without running code of the user's: what is in a
+    module, a slot's value; what no attribute is, if it has none."""
     own = _own_members(owner)
     if key in own:
         return own[key]
     if isinstance(owner, nn.Module):
-        return children_of(owner).get(key, _UNSET)
+        return part_of(owner, key)
     found = (vars(kind)[key] for kind in type(owner).__mro__ if key in vars(kind))
     slot = next(found, None)
     slot = slot.default if isinstance(slot, _Member) else slot
@@ -179,6 +178,14 @@ def own_value(owner: object, key: str) -> Any:
         return slot.__get__(owner) if isinstance(slot, types.MemberDescriptorType) else _UNSET
     except AttributeError:
         return _UNSET
+
+
+def part_of(module: nn.Module, key: str) -> Any:
+    """Return a module's child, parameter or buffer of a name; what nothing is, if it has none."""
+    for slots in (children_of, parameters_of, buffers_of):
+        if key in (held := slots(module)):
+            return held[key]
+    return _UNSET
 
 
 def _own_members(owner: object) -> dict[str, Any]:

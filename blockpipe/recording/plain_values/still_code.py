@@ -29,6 +29,7 @@ from ..._torch.modules import (
     forward_hooks_of,
     forward_pre_hooks_of,
     parameters_of,
+    within,
 )
 from ...batches.losses import WeightedLoss
 from .evaluation.expressions import Frame, members_of
@@ -248,7 +249,12 @@ def _behind(called: Any, given: Given) -> Iterator[_Call]:
         yield called.__wrapped__, given
     elif isinstance(called, types.MethodType):
         yield called.__func__, given.behind(called.__self__)
-    elif not isinstance(called, type):
+    elif isinstance(called, type):
+        for name in ("__init__", "__post_init__"):
+            made = attribute_in(called, name)
+            if isinstance(made, types.FunctionType):
+                yield made, given.behind(_MADE)
+    else:
         method = getattr(called, "__call__", None)  # noqa: B004 - of an object
         if isinstance(method, types.FunctionType | types.MethodType):
             yield method, given
@@ -326,7 +332,7 @@ def _applied_by(call: ast.Call, given: Given, frame: Frame) -> Iterator[_Call]:
 
 def handed_on_by(call: ast.Call, frame: Frame) -> Iterator[_Call]:
     """Yield the functions that a call hands on, with what is known to be given to them: by
-    ``partial(f, x)``, and by ``map(f, items)``."""
+    ``partial(f, x)``, by ``map(f, items)``, and by ``module.apply(f)``."""
     function, first = or_unknown(frame.evaluated, call.func), next(iter(call.args), None)
     for node in (*call.args, *(keyword.value for keyword in call.keywords)):
         if not isinstance(handed_on := or_unknown(frame.bound, node), _FUNCTIONS):
@@ -337,6 +343,10 @@ def handed_on_by(call: ast.Call, frame: Frame) -> Iterator[_Call]:
             members = or_unknown(functools.partial(members_of, frame), call.args[1])
             known = [UNKNOWN] if members is UNKNOWN else some_of(members)
             yield from ((handed_on, Given((member,))) for member in known)
+        elif function is nn.Module.apply:
+            root = or_unknown(frame.evaluated, call.func.value)  # type: ignore[attr-defined]
+            below = some_of(within(root)) if isinstance(root, nn.Module) else [UNKNOWN]
+            yield from ((handed_on, Given((module,))) for module in below)
         else:
             yield handed_on, Given()
 

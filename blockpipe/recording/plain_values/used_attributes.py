@@ -14,9 +14,9 @@ from ..._common.libraries import is_users
 from ..entries import UsedAttribute
 from ..reads import NamesRead
 from ..recording import Recording
-from .evaluation.members import Names
+from .evaluation.members import Names, Registered
 from .known_values import KnownValues
-from .places import attribute_of, named
+from .places import attribute_of, in_words, named
 from .values import SharedValue, hops_of
 
 _READ_BY_CALLS = ("training", "forward")  # of a module
@@ -38,7 +38,8 @@ def used_attributes(
         place = found.setdefault(used.place, used)
         place.read_on |= used.read_on
     for value, others, name in known.each():
-        if not _has_attributes(value.owner) or _is_unread(value, names):
+        is_list = isinstance(value.key, Registered)  # which members a module has
+        if not _has_attributes(value.owner) or (_is_unread(value, names) and not is_list):
             continue
         hops = value.read_on.union(*(other.read_on for other in others))
         all_hops = hops_of(hops), hops_of(value.set_on), hops_of(value.said_on)
@@ -47,7 +48,9 @@ def used_attributes(
             continue  # on a hop on which nothing runs
         with contextlib.suppress(TypeError):  # an object to which nobody can refer so
             where, held = value.first_read or value.first_write, weakref.ref(value.owner)
-            used = UsedAttribute(name, where, held, value.key, read_on, set_on, said_on)
+            key = None if is_list else value.key
+            name = in_words(value.owner, None, known.paths) if is_list else name
+            used = UsedAttribute(name, where, held, key, read_on, set_on, said_on)
             if (same := found.get(used.place)) is not None:
                 used.read_on |= same.read_on
             found[used.place] = used

@@ -274,3 +274,32 @@ def test_pipelines_in_threads_share_classes() -> None:
                 plain_step(plain, (X,), {}, Y, mse_loss, 4)
             assert net.held.value == pytest.approx(plain.held.value)
     assert "told_attributes" not in str(nn.Module.__setattr__.__module__)
+
+
+PARTS: dict[str, Callable[[Net], object]] = {
+    "a parameter": lambda net: setattr(net.b, "bias"[:4], None),
+    "another parameter": lambda net: net.norm.register_parameter("weight", nn.Parameter(X[0])),
+    "a child": lambda net: net.drop.add_module("0", nn.Tanh()),
+    "a layer more": lambda net: net.rest.append(nn.Tanh()),
+    "a layer less": lambda net: net.rest.__delitem__(0),
+    "a buffer": lambda net: net.norm.register_buffer("scale", X[0]),
+}
+
+
+class Parts(Net):
+    def __init__(self, late: Callable[[Net], object]) -> None:
+        super().__init__(late)
+        self.rest = nn.ModuleList([nn.Tanh(), nn.Tanh()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        for layer in self.rest:
+            h = layer(h)
+        return h
+
+
+@pytest.mark.parametrize("way", PARTS)
+def test_what_another_stage_makes_a_module_of_later_is_refused(way: str) -> None:
+    """Attack 47: a parameter, a child or a buffer is no attribute in the module's dictionary."""
+    with pytest.raises(StateError, match=r"was set during the step|the forward changes"):
+        _train(Parts(PARTS[way]), "gpipe")
