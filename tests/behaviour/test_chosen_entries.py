@@ -240,3 +240,28 @@ def test_stages_may_say_something_once(
     """Attack 47: with a set, and not a dictionary, it was refused."""
     _train(WarnsOnce(*said))
     assert sorted(capsys.readouterr().out.split("\n")[:-1]) == sorted(set(said))
+
+
+class Scales(nn.Module):
+    """Both stages make a number at the first call, and keep it."""
+
+    def __init__(self, **known: float) -> None:
+        super().__init__()
+        self.a, self.b, self.scales = nn.Linear(4, 4), nn.Linear(4, 4), known
+
+    def scale(self, name: str) -> float:
+        return self.scales.setdefault(name, len(name) ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x) * self.scale("head")
+        with bp.Block(stage=1):
+            return self.b(h) * self.scale("head")
+
+
+@pytest.mark.parametrize("known", [{}, {"head": 0.5}])
+def test_both_stages_may_make_a_number_once(known: dict[str, float]) -> None:
+    """Attack 47: by `setdefault` it was refused, also where it was there before."""
+    net = Scales(**known)
+    _train(net)
+    assert net.scales == {"head": 0.5}

@@ -45,7 +45,7 @@ def turning_values(
             where = next(each.first_read for each in (value, *others) if each.first_read)
             # A stage in between may complete an object that it finds there.
             looks = writes | {hop for hop in reads if hop > min(writes)}
-            yield TurningValue(name, where, hops_of(looks), _held(value.owner), value.key)
+            yield TurningValue(name, where, hops_of(looks), held(value.owner), value.key)
 
 
 def traced_on(known: KnownValues, owner: Any, key: Any) -> set[int] | None:
@@ -63,7 +63,8 @@ def traced_on(known: KnownValues, owner: Any, key: Any) -> set[int] | None:
     return value.read_on
 
 
-def _held(owner: Any) -> Callable[[], Any]:
+def held(owner: Any) -> Callable[[], Any]:
+    """Return what gives an object, without keeping it alive where that is possible."""
     if is_array(owner):  # with a weak reference it cannot be resized
         return lambda: owner
     try:

@@ -309,7 +309,8 @@ class SharedValues:
                 known = self.known.at(value, ALL)  # what autograd saves may change, too
                 known.is_read(back(hop), frame.line)
                 known.remedy = OF_ARRAY
-        if access.use is Use.WRITE and isinstance(value, set) and key is not ALL:
+        is_one = isinstance(value, set) or access.method == "setdefault"
+        if access.use in (Use.WRITE, Use.BOTH) and is_one and key is not ALL:
             self._will_set([(value, key, member_of(value, key))], access, frame, hop)
         elif access.use is not Use.READ or is_filled or advances(value):
             again = self._code.checkpoints.of(frame.frame) is not None

@@ -4,8 +4,6 @@ A later forward may use one on another stage, in code that no recording shows. S
 attributes: which stage sets or reads one is known only while it does.
 """
 
-import contextlib
-import weakref
 from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
@@ -15,6 +13,7 @@ from ..entries import UsedAttribute
 from ..reads import NamesRead
 from ..recording import Recording
 from .evaluation.members import Names, Registered
+from .kinds import held
 from .known_values import KnownValues
 from .places import attribute_of, in_words, named
 from .values import SharedValue, hops_of
@@ -46,14 +45,12 @@ def used_attributes(
         read_on, set_on, said_on = ({*map(result.stage_of, some)} for some in all_hops)
         if min(read_on | set_on, default=0) < 0:
             continue  # on a hop on which nothing runs
-        with contextlib.suppress(TypeError):  # an object to which nobody can refer so
-            where, held = value.first_read or value.first_write, weakref.ref(value.owner)
-            key = None if is_list else value.key
-            name = in_words(value.owner, None, known.paths) if is_list else name
-            used = UsedAttribute(name, where, held, key, read_on, set_on, said_on)
-            if (same := found.get(used.place)) is not None:
-                used.read_on |= same.read_on
-            found[used.place] = used
+        name = in_words(value.owner, None, known.paths) if is_list else name
+        key, where = None if is_list else value.key, value.first_read or value.first_write
+        used = UsedAttribute(name, where, held(value.owner), key, read_on, set_on, said_on)
+        if (same := found.get(used.place)) is not None:
+            used.read_on |= same.read_on
+        found[used.place] = used
     yield from found.values()
 
 
@@ -68,7 +65,7 @@ def _read_by_calls(
         stages = {call.stage, *map(result.stage_of, call.hops)}
         for key in keys:
             name = call.path or "the model" if key is None else named(module, key, known.paths)
-            yield UsedAttribute(name, "", weakref.ref(module), key, {*stages})
+            yield UsedAttribute(name, "", held(module), key, {*stages})
 
 
 def _is_unread(value: SharedValue, names: NamesRead) -> bool:
