@@ -397,6 +397,7 @@ class UsedAttribute:
         read_on: the stages that read it.
         set_on: those that set it.
         said_on: those that print or log it.
+        counted_on: those that read it only to update it.
     """
 
     name: str
@@ -406,6 +407,7 @@ class UsedAttribute:
     read_on: set[int] = field(default_factory=set)
     set_on: set[int] = field(default_factory=set)
     said_on: set[int] = field(default_factory=set)
+    counted_on: set[int] = field(default_factory=set)
 
     @property
     def used_on(self) -> set[int]:

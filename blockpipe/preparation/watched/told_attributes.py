@@ -9,6 +9,7 @@ import contextlib
 import functools
 import types
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -34,11 +35,20 @@ class KnownAttributes:
 
     def __init__(self, attributes: Iterable[UsedAttribute]) -> None:
         self._places = dict[tuple[int, str | None], UsedAttribute]()
-        changes = dict[ProcessChange, None]()
-        for one in attributes:
-            owner = None if one.owner is None else one.owner()
+        counted = defaultdict[int, set[int]](set)
+        owners = [(one, None if one.owner is None else one.owner()) for one in attributes]
+        for one, owner in owners:
             if owner is not None:
                 self._places[one.place] = one
+                counted[id(owner)] |= one.counted_on
+        # Python does not switch threads inside of ``self.n += 1``, but it may where code of ours
+        # runs: stages that count in one object would lose what others count.
+        shared = {type(owner) for _, owner in owners if len(counted[id(owner)]) > 1}
+        shared = {base for kind in shared for base in kind.__mro__}
+        told = ((owner, one) for one, owner in owners if owner is not None)
+        changes = dict[ProcessChange, None]()
+        for owner, one in told:
+            if type(owner) not in shared or isinstance(owner, nn.Module):
                 changes |= dict.fromkeys(_changes_for(owner, one))
         self.changes = [*changes]
         """The changes of their objects' classes, to be entered while a step runs."""

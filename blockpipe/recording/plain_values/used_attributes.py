@@ -41,13 +41,13 @@ def used_attributes(
         if not _has_attributes(value.owner) or (_is_unread(value, names) and not is_list):
             continue
         hops = value.read_on.union(*(other.read_on for other in others))
-        all_hops = hops_of(hops), hops_of(value.set_on), hops_of(value.said_on)
-        read_on, set_on, said_on = ({*map(result.stage_of, some)} for some in all_hops)
-        if min(read_on | set_on, default=0) < 0:
+        all_hops = map(hops_of, (hops, value.set_on, value.said_on, value.counted_on))
+        on = [{*map(result.stage_of, some)} for some in all_hops]
+        if min(set[int]().union(*on), default=0) < 0:
             continue  # on a hop on which nothing runs
         name = in_words(value.owner, None, known.paths) if is_list else name
         key, where = None if is_list else value.key, value.first_read or value.first_write
-        used = UsedAttribute(name, where, held(value.owner), key, read_on, set_on, said_on)
+        used = UsedAttribute(name, where, held(value.owner), key, *on)
         if (same := found.get(used.place)) is not None:
             used.read_on |= same.read_on
         found[used.place] = used
@@ -69,9 +69,9 @@ def _read_by_calls(
 
 
 def _is_unread(value: SharedValue, names: NamesRead) -> bool:
-    """Return whether a value is no attribute, or one that no code reads."""
+    """Return whether a value is no attribute, or one that no code reads or counts in."""
     place = attribute_of(value.owner, value.key)
-    is_named = not (value.is_read_outside or value.is_unnamed)
+    is_named = not (value.is_read_outside or value.is_unnamed or value.counted_on)
     return place is None or (is_named and names.is_unread(*place))
 
 

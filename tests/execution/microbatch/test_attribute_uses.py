@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 import operator
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -303,3 +304,54 @@ def test_what_another_stage_makes_a_module_of_later_is_refused(way: str) -> None
     """Attack 47: a parameter, a child or a buffer is no attribute in the module's dictionary."""
     with pytest.raises(StateError, match=r"was set during the step|the forward changes"):
         _train(Parts(PARTS[way]), "gpipe")
+
+
+class Counts:
+    """Counts, and keeps the latest value."""
+
+    def __init__(self) -> None:
+        self.calls, self.latest = 0, 0.0
+
+
+class OwnCounts(Counts):
+    """Those of one stage alone."""
+
+
+class Counting(nn.Module):
+    """Both stages count in one object; each keeps what it has found in another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.counts = nn.Linear(4, 4), nn.Linear(4, 4), Counts()
+        self.own, self.hits, self.table = (OwnCounts(), Counts()), Counts(), dict[int, Tensor]()
+
+    def count(self, stage: int, h: Tensor) -> Tensor:
+        for _ in range(300):
+            self.counts.calls += 1
+        if 4 in self.table:
+            self.hits.calls += 1
+        else:
+            self.table[4] = torch.arange(4.0)
+        self.own[stage].latest = h.detach().mean().item()
+        return h * (1 + self.own[stage].latest)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.count(0, self.a(x))
+        with bp.Block(stage=1):
+            return self.count(1, self.b(h))
+
+
+def test_what_several_stages_count_is_all_there() -> None:
+    """Code of ours between a count's read and its write would let other threads in."""
+    net = Counting()
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule="gpipe")
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(6):
+            pipe.forward_backward(X, target=Y, loss_fn=mse_loss)
+    finally:
+        sys.setswitchinterval(before)
+    assert net.counts.calls == 6 * 4 * 2 * 300
+    assert net.hits.calls == 6 * 4 * 2 - 1
