@@ -54,6 +54,7 @@ def conclude(model: nn.Module, recorder: Recorder, versions: dict[int, tuple[Ten
             of_functions = any(call.is_function for call in calls)
             (result.sealed_functions if of_functions else result.sealed)[path] = hops
     result.recomputable = activations.conclude(result.hops, _sealed_forwards(result))
+    _refuse_rare_writers(result)
     activations.by_call()
     result.saved = activations.by_segments()
     result.input_bytes = activations.input_bytes
@@ -204,6 +205,17 @@ def _say_what_is_whole(model: nn.Module, result: Recording) -> None:
     for call in result.calls:
         if call.path in compiled and call.hop is not None:
             result.hops[call.hop].whole = f"compiled module {call.path or '(the model)'}"
+
+
+def _refuse_rare_writers(result: Recording) -> None:
+    """Keep the activations of modules that may write to their parameters in another forward: when
+    they are run again, they would do so once more."""
+    for held in result.parameters:
+        for name in held.names if held.name in result.may_write else ():
+            for path, about in result.recomputable.items():
+                if name.startswith(f"{path}." if path else ""):
+                    why = f"it may write to parameter {name!r}"
+                    about.refuses = about.refuses or why
 
 
 def _is_directly_in_sealed(call: Call) -> bool:

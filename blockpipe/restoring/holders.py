@@ -11,7 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from .._common.own_members import ABSENT, own_member
+from .._common.threads.own_members import ABSENT, own_member
 from .iterators import StandIns
 
 _UNSET = object()

@@ -134,3 +134,30 @@ def test_a_buffer_that_a_later_branch_writes_is_recomputed_as_it_was(
         x = x.to(stages(1)[0])
         assert_close(loss, plain_step(plain, (x,), {}, Y, mse_loss, 4))
         assert_same_gradients(net, plain)
+
+
+class Decays(nn.Module):
+    """Its bias, which autograd does not save, decays where the data are large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.max() > 3:
+            with torch.no_grad():
+                self.second.bias.mul_(0.5)
+        return self.second(self.first(x).tanh())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "sequential"])
+def test_a_module_that_may_write_to_its_parameter_is_not_run_again(schedule: str) -> None:
+    """Attack 47: each recomputation wrote once more."""
+    net = bp.begin_blocks(nn.Sequential(Decays(), nn.Tanh(), Decays()), {"2": 1})
+    plain = copy.deepcopy(net).to(stages(1)[0])
+    options = {"chunks": 4, "schedule": schedule, "checkpoint": "always"}
+    pipe = bp.Pipeline(net, devices=stages(2), **options)
+    for x in (X, HOT, X, HOT):
+        loss = pipe.forward_backward(x, target=Y, loss_fn=mse_loss).loss
+        assert_close(loss, plain_step(plain, (x.to(stages(1)[0]),), {}, Y, mse_loss, 4))
+    assert_close(net[2].second.bias, plain[2].second.bias)

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from ..._common.own_members import ABSENT, stand_in, stands_no_more
+from ..._common.threads.own_members import ABSENT, stand_in, stands_no_more
 from ..._common.threads.process_changes import ProcessChange
 from ..._torch.modules import buffers_of, children_of, parameters_of
 from ...recording.entries import UsedAttribute

@@ -383,6 +383,9 @@ def is_looked_into(function: Any) -> bool:
         return True
     if isinstance(function, nn.Module):
         function = type(function)
+    applied = getattr(function, "__self__", None)  # of ``Custom.apply``
+    if isinstance(applied, type) and issubclass(applied, torch.autograd.Function):
+        function = applied
     if isinstance(function, types.FunctionType | types.MethodType | type):
         return is_users(function.__module__)
     return False

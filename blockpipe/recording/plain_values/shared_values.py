@@ -297,7 +297,7 @@ class SharedValues:
     def _uses(self, access: Access, value: Any, frame: Frame, hop: int) -> None:
         """Note that a mutable value is read as a whole, or changed."""
         is_given = access.given_to if access.use is Use.READ else None
-        if is_given and is_looked_into(function := frame.evaluated(is_given)):
+        if is_given and is_looked_into(function := frame.bound(is_given)):
             return
         is_filled = is_given and changes_given(is_given, function, is_first=access.is_first)
         is_read = access.use is not Use.WRITE and not (is_filled and access.is_dropped)

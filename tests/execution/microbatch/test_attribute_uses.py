@@ -355,3 +355,38 @@ def test_what_several_stages_count_is_all_there() -> None:
         sys.setswitchinterval(before)
     assert net.counts.calls == 6 * 4 * 2 * 300
     assert net.hits.calls == 6 * 4 * 2 - 1
+
+
+class Ramp(torch.autograd.Function):
+    """Lets gradients in by and by: its backward counts in an object of its stage's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: Counts) -> Tensor:
+        ctx.counts = counts
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.counts.calls += 1
+        return gradient * min(1.0, ctx.counts.calls / 10), None
+
+
+class Ramped(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.counts = Counts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Ramp.apply(super().forward(x), self.counts)  # type: ignore[no-any-return]
+
+
+def test_a_custom_backward_may_count_in_what_its_forward_was_given() -> None:
+    """Attack 47: the object was taken for one that the call reads as a whole."""
+    net = bp.begin_blocks(nn.Sequential(Ramped(), Ramped()), {"1": 1})
+    plain = nn.Sequential(Ramped(), Ramped())
+    plain.load_state_dict(net.state_dict())
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    for _ in range(4):
+        pipe.forward_backward(X, target=Y, loss_fn=mse_loss)
+        plain_step(plain, (X,), {}, Y, mse_loss, 4)
+    assert_same_gradients(net, plain)

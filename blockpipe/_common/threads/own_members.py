@@ -1,4 +1,7 @@
-"""What classes have themselves, where something of ours stands in for it while steps run."""
+"""What classes have themselves, where something of ours stands in for it while steps run.
+
+Another thread may look at a class meanwhile, for a step of a pipeline of its own.
+"""
 
 from typing import Any
 
