@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from .._torch.tensors import version_of
 from ..errors import StateError
 from ..restoring.holders import Holder
 from ..restoring.iterators import is_iterator
@@ -95,6 +96,37 @@ class CarriedValues:
             if key == one.key or getattr(key, "__name__", None) == one.key:
                 return _seen(value)
         return None
+
+
+@contextmanager
+def tensors_left_alone(
+    tensors: Sequence[tuple[str, Callable[[], Tensor | None]]], stage: int, what: str, m: int
+) -> Iterator[None]:
+    """Check at the end of a recomputation that it has not written to tensors once more.
+
+    Args:
+        tensors: these, by name.
+        stage: the stage.
+        what: what is run again.
+        m: the micro-batch.
+
+    Raises:
+        StateError: it has.
+    """
+    before = [_written(look()) for _, look in tensors]
+    yield
+    for (name, look), then in zip(tensors, before, strict=True):
+        now = _written(look())
+        if now[0] is not then[0] or now[1] != then[1]:
+            raise StateError(
+                f"{what} on stage {stage} writes to {name}, and did so once more when it was "
+                f"recomputed for micro-batch {m}; ask blockpipe.is_recomputing() before, write it "
+                "outside of the module, or mark it with checkpoint=False"
+            )
+
+
+def _written(tensor: Tensor | None) -> tuple[Tensor | None, int]:
+    return tensor, -1 if tensor is None else version_of(tensor)
 
 
 def _owners_of(holder: Holder) -> Iterable[object]:

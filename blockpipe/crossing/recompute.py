@@ -40,9 +40,9 @@ from ..devices.digests import Comparisons
 from ..devices.rng_streams import Source, current, moved, replayed
 from ..errors import StateError
 from ..stages.cursor import Cursor, checkpointing, recomputing, set_cursor
-from .carried_values import CarriedValues
-from .offload import Offload, OffloadedTensor
-from .tags import GradientSlot, enter_graph
+from .carried_values import CarriedValues, tensors_left_alone
+from .offload import Offload
+from .tensors.saved_argument import SavedArgument
 
 Buffers = dict[str, Tensor | None]
 
@@ -73,6 +73,8 @@ class RecomputeSpec:
         buffers: those that it reads or writes: where each stands, and whether the forward writes
             it in place.
         unseen: where those of its buffers stand that it did not use when it was recorded.
+        left_alone: what it must not write to once more, by name: its parameters, and tensors that
+            no module registered.
         waits: whether it makes the host wait for the device.
         is_compiled: whether compiled code stands in for it.
     """
@@ -81,51 +83,9 @@ class RecomputeSpec:
     about: Recomputable
     buffers: list[tuple[Buffers, str, bool]]
     unseen: list[tuple[Buffers, str]]
+    left_alone: Sequence[tuple[str, Callable[[], Tensor | None]]] = ()
     waits: bool = False
     is_compiled: bool = False
-
-
-class _SavedArgument:
-    """An argument, kept from the call without its graph."""
-
-    __slots__ = ("_enters", "_value", "_version")
-
-    def __init__(self, tensor: Tensor, offload: Offload | None, *, copies: bool) -> None:
-        is_leaf = tensor.is_leaf and tensor.requires_grad
-        self._enters = tensor.requires_grad and not is_leaf
-        self._value: Tensor | OffloadedTensor | None = None
-        if offload is not None and not copies:
-            self._value = offload.away(tensor)
-        if self._value is None:
-            self._value = tensor if is_leaf else tensor.detach()
-            if copies and not is_leaf:
-                self._value = self._value.clone()
-        self.note_version()
-
-    def fetch(self) -> None:
-        """Begin to bring it back if it is in host memory, without waiting."""
-        if isinstance(self._value, OffloadedTensor):
-            self._value.fetch()
-
-    def note_version(self) -> None:
-        """Note its version: it has to be the same when the call is run again."""
-        self._version = version_of(self._value) if isinstance(self._value, Tensor) else -1
-
-    def was_written(self) -> tuple[int, ...] | None:
-        """Return its shape if it was written in place since, or else ``None``."""
-        if isinstance(self._value, Tensor) and version_of(self._value) != self._version:
-            return tuple(self._value.shape)
-        return None
-
-    def entered(self, *, copies: bool) -> Tensor:
-        """Return it as the call had it. It is no leaf where it was none, as the call may write to
-        it in place."""
-        assert self._value is not None
-        value = self._value.tensor() if isinstance(self._value, OffloadedTensor) else self._value
-        if value.is_leaf and value.requires_grad:
-            return value
-        value = value.clone() if copies else value
-        return enter_graph(GradientSlot(), value) if self._enters else value.detach()
 
 
 class _Placeholder:
@@ -199,12 +159,12 @@ class RecomputedCall:
         self._modes = call.modes
         self._surroundings = CallContext(call.modes)
         # By id: modules ask whether two arguments are one.
-        self._arguments: dict[int, _SavedArgument] = {}
+        self._arguments: dict[int, SavedArgument] = {}
 
         def keep(tensor: Tensor) -> Any:
             kept = self._arguments.get(id(tensor))
             if kept is None:
-                kept = _SavedArgument(tensor, offload, copies=recompute_spec.about.keeps_inputs)
+                kept = SavedArgument(tensor, offload, copies=recompute_spec.about.keeps_inputs)
                 self._arguments[id(tensor)] = kept
             return kept
 
@@ -312,9 +272,10 @@ class RecomputedCall:
         if not copies:
             self._check_arguments("was written in place after the call of")
         args, kwargs = map_leaves(self._argument(copies), opened(self._call))
+        what, tensors = self.recompute_spec.what, self.recompute_spec.left_alone
         with ExitStack() as stack:
+            stack.enter_context(tensors_left_alone(tensors, self.stage, what, self.microbatch))
             if self._carried is not None:
-                what = self.recompute_spec.what
                 stack.enter_context(self._carried.left_alone(self.stage, what, self.microbatch))
             stack.callback(set_cursor, set_cursor(self._cursor()))
             stack.callback(recomputing.reset, recomputing.set(True))
@@ -342,7 +303,7 @@ class RecomputedCall:
         entered: dict[int, Any] = {}
 
         def enter(leaf: Any) -> Any:
-            if isinstance(leaf, _SavedArgument) and id(leaf) not in entered:
+            if isinstance(leaf, SavedArgument) and id(leaf) not in entered:
                 entered[id(leaf)] = leaf.entered(copies=copies)
             return entered.get(id(leaf), leaf)
 

@@ -6,15 +6,16 @@ a step and taken off after it: the user's hooks run outside of them, and between
 exactly the user's.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .._common.modules import MISSING, StandIn, stand_ins_of_copies
 from .._common.threads.process_changes import ProcessChange
-from .._torch.modules import COMPILED_CALL, buffers_of, is_compiled
+from .._torch.modules import COMPILED_CALL, buffers_of, is_compiled, parameters_of
 from ..crossing.interception import active_mode
 from ..crossing.recompute import RecomputeSpec
 from ..crossing.step_context import Seal
@@ -253,8 +254,24 @@ def recompute_spec(
         buffers += [
             (buffers_of(module), key, True) for key, b in buffers_of(module).items() if b is None
         ]
-    waits = any(call.waits for call in recording.calls if call.path == path)
-    return RecomputeSpec(what, about, buffers, unseen, waits)
+    calls = [call for call in recording.calls if call.path == path]
+    left_alone = [*_left_alone(path, recording, modules, {h for call in calls for h in call.hops})]
+    waits = any(call.waits for call in calls)
+    return RecomputeSpec(what, about, buffers, unseen, left_alone, waits)
+
+
+def _left_alone(
+    path: str, recording: Recording, modules: Mapping[str, nn.Module], hops: set[int]
+) -> Iterator[tuple[str, Callable[[], Tensor | None]]]:
+    """Yield what a recomputation of a module must not write to: its parameters, and tensors that no
+    module registered; by name."""
+    for name, module in modules[path].named_modules() if path in modules else ():
+        slots = parameters_of(module)
+        for key in slots:
+            yield f"its parameter {f'{name}.{key}' if name else key!r}", partial(slots.get, key)
+    for outside in recording.outside:
+        if outside.tensor is not None and not hops.isdisjoint(outside.hops):
+            yield f"{outside.name} ({outside.where})", outside.tensor
 
 
 def _constants(recording: Recording) -> dict[str, frozenset[int]]:
