@@ -45,8 +45,8 @@ class LanedStep:
         # Hooks on what is saved would unpack it once for each part of a backward.
         packs = saved_tensor_hooks() is not None
         is_first = only is None and not prepared.knows_backwards
-        if is_first:
-            self._backward.writes = BackwardWrites(prepared, schedule)
+        if is_first or (only is None and prepared.runs_code_in_backwards):
+            self._backward.writes = BackwardWrites(prepared, schedule, is_first=is_first)
         self._backward.split = schedule.split() if only is None and not packs else set()
         threads = LaneThreads(
             schedule,

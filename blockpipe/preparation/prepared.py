@@ -170,6 +170,12 @@ class Prepared:
         return KnownAttributes(self.recording.attributes)
 
     @cached_property
+    def runs_code_in_backwards(self) -> bool:
+        """Whether backwards run code of the user's, as hooks and checkpoints do."""
+        hops = self.recording.hops
+        return bool(self.recording.code_in_backward) or any(hop.reruns_forward for hop in hops)
+
+    @cached_property
     def is_one_hop(self) -> bool:
         """Whether nothing can cross: the recording saw no mark move the cursor."""
         return len(self.route) == 1 and not self.recording.moves

@@ -239,7 +239,7 @@ def test_a_failure_in_a_recomputation_locks_nobody_out(place, monkeypatch):
     with monkeypatch.context() as patch:
         wrong.append(place)
         if place == "argument":
-            patch.setattr(checkpoints._SavedArgument, "entered", fails)
+            patch.setattr(checkpoints.SavedArgument, "entered", fails)
         elif place == "buffer":
             patch.setattr(checkpoints, "_copy_of", fails)
         elif place == "digest":

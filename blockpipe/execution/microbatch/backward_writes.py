@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..._common.callsite import users_line
 from ..._common.modules import all_slots
 from ..._common.threads.thread_state import ours
-from ..._torch.modules import buffers_of
+from ..._torch.modules import buffers_of, parameters_of
 from ..._torch.tensors import memory_of, version_of
 from ...costs.meter import Meter
 from ...errors import StateError
@@ -33,11 +33,12 @@ class BackwardWrites:
     Args:
         prepared: the prepared model, whose recording says what forwards read.
         schedule: of the step.
+        is_first: whether to look at writes that no version counts, too, which takes longer.
     """
 
-    def __init__(self, prepared: Prepared, schedule: Schedule) -> None:
+    def __init__(self, prepared: Prepared, schedule: Schedule, *, is_first: bool = True) -> None:
         self._parameters = ParameterWrites(prepared, schedule)
-        self._code_on = prepared.recording.code_in_backward
+        self._code_on = prepared.recording.code_in_backward if is_first else set[int]()
         self._lane_of_hop = prepared.lane_of_hop
         self._read: dict[int, list[tuple[str, str, _Look]]] = {}  # by lane: name, line, tensor
         reads: list[tuple[list[int], str, str, _Look]] = []
@@ -51,6 +52,11 @@ class BackwardWrites:
         for outside in recording.outside:
             if outside.tensor is not None:
                 reads.append((outside.hops, outside.name, outside.where, outside.tensor))
+        held = {name: found for found in recording.parameters for name in found.names}
+        for name, slots, key, _ in all_slots(prepared.model, parameters_of):
+            if name in held and held[name].hops:
+                look = _in_slot(slots, key)
+                reads.append((held[name].hops, f"parameter {name!r}", held[name].where, look))
         lanes_of: dict[object, set[int]] = {}  # views of one memory have one version
         for hops, _, _, look in reads:
             lanes = {self._lane_of_hop[hop] for hop in hops}
