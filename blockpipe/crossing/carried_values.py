@@ -98,14 +98,18 @@ class CarriedValues:
         return None
 
 
+Part = tuple[object, int]  # by what it is, and how often it was written to
+
+
 @contextmanager
 def tensors_left_alone(
-    tensors: Sequence[tuple[str, Callable[[], Tensor | None]]], stage: int, what: str, m: int
+    held: Sequence[tuple[str, Callable[[], Iterable[Part]]]], stage: int, what: str, m: int
 ) -> Iterator[None]:
-    """Check at the end of a recomputation that it has not written to tensors once more.
+    """Check at the end of a recomputation that it has not written to tensors once more, nor made a
+    module of other parts.
 
     Args:
-        tensors: these, by name.
+        held: returns the parts, by name.
         stage: the stage.
         what: what is run again.
         m: the micro-batch.
@@ -113,11 +117,13 @@ def tensors_left_alone(
     Raises:
         StateError: it has.
     """
-    before = [_written(look()) for _, look in tensors]
+    before = [[*look()] for _, look in held]
     yield
-    for (name, look), then in zip(tensors, before, strict=True):
-        now = _written(look())
-        if now[0] is not then[0] or now[1] != then[1]:
+    for (name, look), then in zip(held, before, strict=True):
+        now = [*look()]
+        is_same = len(now) == len(then)
+        pairs = zip(now, then, strict=False)
+        if not is_same or any(a[0] is not b[0] or a[1] != b[1] for a, b in pairs):
             raise StateError(
                 f"{what} on stage {stage} writes to {name}, and did so once more when it was "
                 f"recomputed for micro-batch {m}; ask blockpipe.is_recomputing() before, write it "
@@ -125,7 +131,8 @@ def tensors_left_alone(
             )
 
 
-def _written(tensor: Tensor | None) -> tuple[Tensor | None, int]:
+def written(tensor: Tensor | None) -> Part:
+    """Return a tensor as such a part."""
     return tensor, -1 if tensor is None else version_of(tensor)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -40,7 +40,7 @@ from ..devices.digests import Comparisons
 from ..devices.rng_streams import Source, current, moved, replayed
 from ..errors import StateError
 from ..stages.cursor import Cursor, checkpointing, recomputing, set_cursor
-from .carried_values import CarriedValues, tensors_left_alone
+from .carried_values import CarriedValues, Part, tensors_left_alone
 from .offload import Offload
 from .tensors.saved_argument import SavedArgument
 
@@ -73,8 +73,8 @@ class RecomputeSpec:
         buffers: those that it reads or writes: where each stands, and whether the forward writes
             it in place.
         unseen: where those of its buffers stand that it did not use when it was recorded.
-        left_alone: what it must not write to once more, by name: its parameters, and tensors that
-            no module registered.
+        left_alone: what it must not change once more, by name: its parameters, which parts its
+            modules have, and tensors that no module registered.
         waits: whether it makes the host wait for the device.
         is_compiled: whether compiled code stands in for it.
     """
@@ -83,7 +83,7 @@ class RecomputeSpec:
     about: Recomputable
     buffers: list[tuple[Buffers, str, bool]]
     unseen: list[tuple[Buffers, str]]
-    left_alone: Sequence[tuple[str, Callable[[], Tensor | None]]] = ()
+    left_alone: Sequence[tuple[str, Callable[[], Iterable[Part]]]] = ()
     waits: bool = False
     is_compiled: bool = False
 

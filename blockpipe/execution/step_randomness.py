@@ -97,7 +97,7 @@ class StepRandomness:
         is_new = [self._prepared.mark_as_random(kind=kind) for kind in sorted(kinds)]
         if not others or self._is_one_by_one:
             return  # one by one a backward may draw, too
-        if self._streams is None and are_others():
+        if self._streams is None and (are_others() or not any(is_new)):
             return  # it was another thread, perhaps, and has done no harm
         if not any(is_new):
             warn(

@@ -6,7 +6,7 @@ a step and taken off after it: the user's hooks run outside of them, and between
 exactly the user's.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,16 @@ from torch import Tensor, nn
 
 from .._common.modules import MISSING, StandIn, stand_ins_of_copies
 from .._common.threads.process_changes import ProcessChange
-from .._torch.modules import COMPILED_CALL, buffers_of, is_compiled, parameters_of
+from .._torch.modules import (
+    COMPILED_CALL,
+    buffers_of,
+    children_of,
+    forward_hooks_of,
+    forward_pre_hooks_of,
+    is_compiled,
+    parameters_of,
+)
+from ..crossing.carried_values import Part, written
 from ..crossing.interception import active_mode
 from ..crossing.recompute import RecomputeSpec
 from ..crossing.step_context import Seal
@@ -262,16 +271,25 @@ def recompute_spec(
 
 def _left_alone(
     path: str, recording: Recording, modules: Mapping[str, nn.Module], hops: set[int]
-) -> Iterator[tuple[str, Callable[[], Tensor | None]]]:
-    """Yield what a recomputation of a module must not write to: its parameters, and tensors that no
-    module registered; by name."""
+) -> Iterator[tuple[str, Callable[[], Iterable[Part]]]]:
+    """Yield what a recomputation of a module must not write to: the parts of its modules, and
+    tensors that no module registered; by name."""
     for name, module in modules[path].named_modules() if path in modules else ():
-        slots = parameters_of(module)
-        for key in slots:
-            yield f"its parameter {f'{name}.{key}' if name else key!r}", partial(slots.get, key)
+        yield f"the parts of {f'its {name!r}' if name else 'itself'}", partial(_parts_of, module)
     for outside in recording.outside:
         if outside.tensor is not None and not hops.isdisjoint(outside.hops):
-            yield f"{outside.name} ({outside.where})", outside.tensor
+            yield f"{outside.name} ({outside.where})", partial(_written_at, outside.tensor)
+
+
+def _written_at(look: Callable[[], Tensor | None]) -> Iterable[Part]:
+    return (written(look()),)
+
+
+def _parts_of(module: nn.Module) -> Iterator[Part]:
+    """Yield a module's parameters and children, and how many hooks it has."""
+    yield from map(written, parameters_of(module).values())
+    yield from ((child, 0) for child in children_of(module).values())
+    yield None, len(forward_hooks_of(module)) + len(forward_pre_hooks_of(module))
 
 
 def _constants(recording: Recording) -> dict[str, frozenset[int]]:

@@ -161,3 +161,46 @@ def test_a_module_that_may_write_to_its_parameter_is_not_run_again(schedule: str
         loss = pipe.forward_backward(x, target=Y, loss_fn=mse_loss).loss
         assert_close(loss, plain_step(plain, (x.to(stages(1)[0]),), {}, Y, mse_loss, 4))
     assert_close(net[2].second.bias, plain[2].second.bias)
+
+
+class Parts(nn.Module):
+    """Changes what it consists of."""
+
+    def __init__(self, change: Callable[["Parts"], object]) -> None:
+        super().__init__()
+        self.first, self.second, self.change = nn.Linear(4, 8), nn.Linear(8, 4), change
+        self.layers, self.frozen = nn.Sequential(), nn.Parameter(torch.zeros(4), False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.max() > 3:
+            self.change(self)
+        return self.layers(self.second(self.first(x).tanh()) + self.frozen)  # type: ignore[no-any-return]
+
+
+def _another_parameter(parts: Parts) -> None:
+    parts.frozen = nn.Parameter(parts.frozen + 1, requires_grad=False)
+
+
+CHANGES: dict[str, Callable[[Parts], object]] = {
+    "a layer more": lambda parts: parts.layers.append(nn.Softsign()),
+    "another parameter": _another_parameter,
+    "a hook": lambda parts: parts.second.register_forward_hook(lambda m, i, o: o * 1.1),
+    "loaded weights": lambda parts: parts.second.load_state_dict(
+        {name: tensor + 0.1 for name, tensor in parts.second.state_dict().items()}
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*was written during the step")
+@pytest.mark.parametrize("schedule", ["1f1b", "sequential"])
+@pytest.mark.parametrize("way", CHANGES)
+def test_a_recomputation_that_changes_a_module_once_more_is_refused(
+    way: str, schedule: str
+) -> None:
+    """Attack 47: it was another module after each backward."""
+    net = bp.begin_blocks(nn.Sequential(Parts(CHANGES[way]), nn.Linear(4, 4)), {"1": 1})
+    options = {"chunks": 4, "schedule": schedule, "checkpoint": "always"}
+    pipe = bp.Pipeline(net, devices=stages(2), **options)
+    pipe.forward_backward(X, target=Y, loss_fn=mse_loss)
+    with pytest.raises(StateError, match="once more when it was recomputed"):
+        pipe.forward_backward(HOT, target=Y, loss_fn=mse_loss)

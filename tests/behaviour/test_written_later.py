@@ -39,7 +39,7 @@ def test_a_buffer_that_is_assigned_anew_later_and_read_on_two_stages_is_noticed(
     pipe = _pipe(net)
     pipe.forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
     count[0] = 1
-    with pytest.raises(StateError, match="'ema' was written during the step"):
+    with pytest.raises(StateError, match="'ema'.* was (written|set) during the step"):
         pipe.forward_backward(torch.ones(8, 8), loss_fn=torch.sum)
 
 

@@ -14,6 +14,6 @@ def beside_this_thread() -> str:
 
 
 def are_others() -> bool:
-    """Return whether threads of the user's run beside this one."""
-    own = threading.current_thread()
-    return any(not (t is own or t.name.startswith("blockpipe")) for t in threading.enumerate())
+    """Return whether threads of the user's run beside this one, other than the main one that may
+    wait for it."""
+    return bool(beside_this_thread())
