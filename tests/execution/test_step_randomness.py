@@ -190,6 +190,8 @@ class Seeding(nn.Module):
 DRAWS = {_numpys: np.random.rand, _pythons: random.random, _torchs: lambda: float(torch.rand(()))}
 
 
+# On accelerators ``torch.manual_seed`` seeds the generators of other stages' devices, too.
+@pytest.mark.filterwarnings("ignore:while a step ran, something else than its forwards has drawn")
 @pytest.mark.parametrize("mask", DRAWS)
 @pytest.mark.parametrize("ats", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize(("chunks", "schedule"), [(1, "1f1b"), (2, "1f1b"), (2, "sequential")])
