@@ -21,8 +21,8 @@ from ..._torch.modules import buffers_of, children_of, parameters_of
 from ...recording.entries import UsedAttribute
 from ...stages.cursor import current_cursor
 
-_SET = "__setattr__"
-_ADD = ("__delattr__", "add_module", "register_parameter", "register_buffer")  # to a module
+_SET, _DELETE = "__setattr__", "__delattr__"
+_ADD = ("add_module", "register_parameter", "register_buffer")  # to a module
 _UNSET: Any = object()
 
 
@@ -66,12 +66,16 @@ def _changes_for(owner: object, used: UsedAttribute) -> Iterator[ProcessChange]:
     """Yield the changes by which a class tells of an attribute. Reads are told where a stage sets
     what they find."""
     kind = type(owner)
-    of_module = isinstance(owner, nn.Module)
-    for name in (_SET, *(_ADD if of_module else ())):
-        setting = nn.Module if of_module else kind
-        yield _changes.setdefault(setting, {}).setdefault(name, _ToldSets(setting, name))
+    told = _changes.setdefault(kind, {})
+    if kind is not nn.Module:  # Python would set them in each of its subclasses, in each step
+        yield told.setdefault(_SET, _ToldSets(kind, _SET))
+    if isinstance(owner, nn.Module):
+        if kind is not nn.Module:
+            yield told.setdefault(_DELETE, _ToldSets(kind, _DELETE))
+        for name in _ADD:
+            yield _changes.setdefault(nn.Module, {}).setdefault(name, _ToldSets(nn.Module, name))
     if used.set_on and used.key is not None:
-        yield _changes.setdefault(kind, {}).setdefault(used.key, _ToldReads(kind, used.key))
+        yield told.setdefault(used.key, _ToldReads(kind, used.key))
 
 
 class _Told(ProcessChange):
