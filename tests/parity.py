@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
 import blockpipe as bp
 from blockpipe._common.nested import map_tensors, tensors
@@ -111,6 +112,18 @@ def assert_same_gradients(one: nn.Module, other: nn.Module) -> None:
     """Of two copies of a model, wherever each of them is; to rounding."""
     for p, q in zip(one.parameters(), other.parameters(), strict=True):
         assert_close(p.grad, q.grad)
+
+
+def assert_trains_as_plain(
+    net: nn.Module, plain: nn.Module, x: Tensor, y: Tensor, steps: int = 4
+) -> None:
+    """Take steps of four micro-batches with a marked model of two stages, and plain ones with its
+    copy: their gradients add up to the same."""
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    for _ in range(steps):
+        pipe.forward_backward(x, target=y, loss_fn=mse_loss)
+        plain_step(plain, (x,), {}, y, mse_loss, 4)
+    assert_same_gradients(net, plain)
 
 
 def without_randomness(model: nn.Module) -> nn.Module:

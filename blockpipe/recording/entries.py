@@ -415,9 +415,14 @@ class UsedAttribute:
         return self.read_on | self.set_on
 
     @property
+    def object(self) -> Any:
+        """Its object, or ``None`` if that is gone."""
+        return None if self.owner is None else self.owner()
+
+    @property
     def place(self) -> tuple[int, str | None]:
         """The id of its object, and its name."""
-        return id(None if self.owner is None else self.owner()), self.key
+        return id(self.object), self.key
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"owner": None}

@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 import blockpipe as bp
 from blockpipe.errors import StateError
 
-from ..parity import assert_same_gradients, plain_step
+from ..parity import assert_trains_as_plain
 from ..stage_devices import stages
 
 X, Y = torch.linspace(-1, 1, 32).view(8, 4), torch.linspace(0, 1, 32).view(8, 4)
@@ -163,11 +163,7 @@ def _by_module(net: Net, key: str) -> Callable[..., Tensor]:
 
 
 def _assert_trains(net: Net, plain: Net) -> None:
-    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
-    for _ in range(3):
-        pipe.forward_backward(X, target=Y, loss_fn=mse_loss)
-        plain_step(plain, (X,), {}, Y, mse_loss, 4)
-    assert_same_gradients(net, plain)
+    assert_trains_as_plain(net, plain, X, Y, steps=3)
     for key, mean in plain.means.items():
         assert net.means[key] == pytest.approx(mean)
 
@@ -214,8 +210,4 @@ def test_each_layer_may_have_an_iterator_of_its_own() -> None:
     net = bp.begin_blocks(nn.Sequential(Cycled(), nn.Tanh(), Cycled()), {"2": 1})
     plain = nn.Sequential(Cycled(), nn.Tanh(), Cycled())
     plain.load_state_dict(net.state_dict())
-    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
-    for _ in range(4):
-        pipe.forward_backward(X, target=Y, loss_fn=mse_loss)
-        plain_step(plain, (X,), {}, Y, mse_loss, 4)
-    assert_same_gradients(net, plain)
+    assert_trains_as_plain(net, plain, X, Y)

@@ -23,7 +23,6 @@ from ...stages.cursor import current_cursor
 
 _SET, _DELETE = "__setattr__", "__delattr__"
 _ADD = ("add_module", "register_parameter", "register_buffer")  # to a module
-_UNSET: Any = object()
 
 
 class KnownAttributes:
@@ -36,18 +35,16 @@ class KnownAttributes:
     def __init__(self, attributes: Iterable[UsedAttribute]) -> None:
         self._places = dict[tuple[int, str | None], UsedAttribute]()
         counted = defaultdict[int, set[int]](set)
-        owners = [(one, None if one.owner is None else one.owner()) for one in attributes]
-        for one, owner in owners:
-            if owner is not None:
-                self._places[one.place] = one
-                counted[id(owner)] |= one.counted_on
+        found = [(one, owner) for one in attributes if (owner := one.object) is not None]
+        for one, owner in found:
+            self._places[one.place] = one
+            counted[id(owner)] |= one.counted_on
         # Python does not switch threads inside of ``self.n += 1``, but it may where code of ours
         # runs: stages that count in one object would lose what others count.
-        shared = {type(owner) for _, owner in owners if len(counted[id(owner)]) > 1}
-        shared = {base for kind in shared for base in kind.__mro__}
-        told = ((owner, one) for one, owner in owners if owner is not None)
+        kinds = {type(owner) for _, owner in found if len(counted[id(owner)]) > 1}
+        shared = {base for kind in kinds for base in kind.__mro__}
         changes = dict[ProcessChange, None]()
-        for owner, one in told:
+        for one, owner in found:
             if type(owner) not in shared or isinstance(owner, nn.Module):
                 changes |= dict.fromkeys(_changes_for(owner, one))
         self.changes = [*changes]
@@ -58,8 +55,7 @@ class KnownAttributes:
         found = self._places.get((id(owner), key))
         if found is None and not key.startswith("_"):
             found = self._places.get((id(owner), None))
-        is_it = found is not None and found.owner is not None and found.owner() is owner
-        return found if is_it else None
+        return found if found is not None and found.object is owner else None
 
 
 def _changes_for(owner: object, used: UsedAttribute) -> Iterator[ProcessChange]:
@@ -137,7 +133,7 @@ class _ToldReads(_Told):
 
     def instead(self, kind: type) -> Any:
         found = (vars(base)[self._name] for base in kind.__mro__ if self._name in vars(base))
-        return _Member(self._name, next(found, _UNSET))
+        return _Member(self._name, next(found, ABSENT))
 
 
 class _Member:
@@ -159,7 +155,7 @@ class _Member:
                 cursor.uses.reads(owner, self._name)
             if not self._is_data and self._name in (own := _own_members(owner)):
                 return own[self._name]
-        if self.default is _UNSET:
+        if self.default is ABSENT:
             raise AttributeError(f"{kind.__name__!r} object has no attribute {self._name!r}")
         get = getattr(type(self.default), "__get__", None)
         return self.default if get is None else get(self.default, owner, kind)
@@ -173,7 +169,7 @@ class _Member:
     def __delete__(self, owner: Any) -> None:
         if self._is_data:
             self.default.__delete__(owner)
-        elif _own_members(owner).pop(self._name, _UNSET) is _UNSET:
+        elif _own_members(owner).pop(self._name, ABSENT) is ABSENT:
             raise AttributeError(self._name)
 
 
@@ -189,9 +185,9 @@ def own_value(owner: object, key: str) -> Any:
     slot = next(found, None)
     slot = slot.default if isinstance(slot, _Member) else slot
     try:
-        return slot.__get__(owner) if isinstance(slot, types.MemberDescriptorType) else _UNSET
+        return slot.__get__(owner) if isinstance(slot, types.MemberDescriptorType) else ABSENT
     except AttributeError:
-        return _UNSET
+        return ABSENT
 
 
 def part_of(module: nn.Module, key: str) -> Any:
@@ -199,7 +195,7 @@ def part_of(module: nn.Module, key: str) -> Any:
     for slots in (children_of, parameters_of, buffers_of):
         if key in (held := slots(module)):
             return held[key]
-    return _UNSET
+    return ABSENT
 
 
 def _own_members(owner: object) -> dict[str, Any]:
