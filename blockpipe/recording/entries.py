@@ -363,47 +363,59 @@ class CarriedValue:
 
 
 @dataclass
-class TurningValue:
-    """A place that one hop writes to and another one reads. A tensor in it says which micro-batch
-    it is of, if an operation is given it; whether there is one, nobody says.
+class _InObject:
+    """What an object of the user's has.
 
     Attributes:
-        name: its name.
-        where: the line that reads it.
-        hops: those that write to it, and those that read it behind them.
-        owner: returns what it is in, or ``None`` if that is gone. A copy has no function.
-        key: the name or key in that.
+        owner: returns the object, or ``None`` if that is gone. A copy has no function.
     """
 
-    name: str
-    where: str
-    hops: list[int]
     owner: Callable[[], Any] | None = field(repr=False, compare=False)
-    key: Any = field(repr=False, compare=False)
+
+    @property
+    def object(self) -> Any:
+        """The object, or ``None`` if that is gone."""
+        return None if self.owner is None else self.owner()
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"owner": None}
 
 
 @dataclass
-class UsedAttribute:
+class TurningValue(_InObject):
+    """A place that one hop writes to and another one reads. A tensor in it says which micro-batch
+    it is of, if an operation is given it; whether there is one, nobody says.
+
+    Attributes:
+        key: the name or key in its object.
+        name: its name for messages.
+        where: the line that reads it.
+        hops: those that write to it, and those that read it behind them.
+    """
+
+    key: Any = field(repr=False, compare=False)
+    name: str
+    where: str
+    hops: list[int]
+
+
+@dataclass
+class UsedAttribute(_InObject):
     """An attribute that the forward sets or reads.
 
     Attributes:
-        name: its name.
+        key: its name in its object; ``None``: any.
+        name: its name for messages.
         where: the line that reads it, or else sets it; empty where code of libraries does.
-        owner: returns its object, or ``None`` if that is gone. A copy has no function.
-        key: its name in that; ``None``: any.
         read_on: the stages that read it.
         set_on: those that set it.
         said_on: those that print or log it.
         counted_on: those that read it only to update it.
     """
 
+    key: str | None
     name: str
     where: str
-    owner: Callable[[], Any] | None = field(repr=False, compare=False)
-    key: str | None
     read_on: set[int] = field(default_factory=set)
     set_on: set[int] = field(default_factory=set)
     said_on: set[int] = field(default_factory=set)
@@ -415,14 +427,6 @@ class UsedAttribute:
         return self.read_on | self.set_on
 
     @property
-    def object(self) -> Any:
-        """Its object, or ``None`` if that is gone."""
-        return None if self.owner is None else self.owner()
-
-    @property
     def place(self) -> tuple[int, str | None]:
         """The id of its object, and its name."""
         return id(self.object), self.key
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"owner": None}

@@ -45,7 +45,7 @@ def turning_values(
             where = next(each.first_read for each in (value, *others) if each.first_read)
             # A stage in between may complete an object that it finds there.
             looks = writes | {hop for hop in reads if hop > min(writes)}
-            yield TurningValue(name, where, hops_of(looks), held(value.owner), value.key)
+            yield TurningValue(held(value.owner), value.key, name, where, hops_of(looks))
 
 
 def traced_on(known: KnownValues, owner: Any, key: Any) -> set[int] | None:
@@ -75,7 +75,7 @@ def held(owner: Any) -> Callable[[], Any]:
 
 def value_at(place: TurningValue) -> Any:
     """Return what is at a place now."""
-    owner = None if place.owner is None else place.owner()
+    owner = place.object
     return owner if place.key is ALL or owner is None else member_of(owner, place.key)
 
 

@@ -4,6 +4,7 @@ A later forward may use one on another stage, in code that no recording shows. S
 attributes: which stage sets or reads one is known only while it does.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
@@ -47,7 +48,7 @@ def used_attributes(
             continue  # on a hop on which nothing runs
         name = in_words(value.owner, None, known.paths) if is_list else name
         key, where = None if is_list else value.key, value.first_read or value.first_write
-        used = UsedAttribute(name, where, held(value.owner), key, *on)
+        used = UsedAttribute(held(value.owner), key, name, where, *on)
         if (same := found.get(used.place)) is not None:
             used.read_on |= same.read_on
         found[used.place] = used
@@ -57,15 +58,17 @@ def used_attributes(
 def _read_by_calls(
     known: KnownValues, modules: Mapping[str, nn.Module], result: Recording
 ) -> Iterator[UsedAttribute]:
+    stages_by_path = defaultdict[str, set[int]](set)
     for call in result.calls:
-        if (module := modules.get(call.path)) is None:
+        stages_by_path[call.path] |= {call.stage, *map(result.stage_of, call.hops)}
+    for path, stages in stages_by_path.items():
+        if (module := modules.get(path)) is None:
             continue
         # What a library's module reads of itself, nobody sees.
         keys = _READ_BY_CALLS if is_users(type(module).__module__) else (*_READ_BY_CALLS, None)
-        stages = {call.stage, *map(result.stage_of, call.hops)}
         for key in keys:
-            name = call.path or "the model" if key is None else named(module, key, known.paths)
-            yield UsedAttribute(name, "", held(module), key, {*stages})
+            name = path or "the model" if key is None else named(module, key, known.paths)
+            yield UsedAttribute(held(module), key, name, "", {*stages})
 
 
 def _is_unread(value: SharedValue, names: NamesRead) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...._common.libraries import is_users
 from ..syntax.accesses import Access, sources_of
 from ..syntax.effects import arguments_of, name_called
-from .callers import call_of
+from .callers import argument_of
 from .expressions import Frame
 from .members import ALL, UNKNOWN
 
@@ -204,16 +204,6 @@ def _sources(name: str, frame: Frame) -> Iterator[tuple[ast.expr, Frame]]:
     argument, that of the caller."""
     found = sources_of(frame.code, name)
     yield from ((value, frame) for value in found)
-    if found or (call := call_of(frame)) is None:
-        return
-    given = _given(call[0], name, frame.code)
-    yield from () if given is None else [(given, call[1])]
-
-
-def _given(call: ast.Call, name: str, code: types.CodeType) -> ast.expr | None:
-    """Return the argument of a call that a function knows by a name."""
-    names = code.co_varnames[: code.co_argcount]
-    at = names.index(name) - (names[0] in ("self", "cls")) if name in names else len(call.args)
-    if at < len(call.args):
-        return call.args[at]
-    return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
+    value, where = (not found and argument_of(name, frame)) or (None, frame)
+    if value is not None:
+        yield value, where
