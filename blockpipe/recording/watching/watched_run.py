@@ -34,6 +34,7 @@ from ..plain_values.kinds import traced_on, turning_values
 from ..plain_values.shared_values import SharedValues
 from ..plain_values.still_code import adds_hooks, hooks_in, may_set_by
 from ..plain_values.taken_in import made_in, made_since
+from ..plain_values.tensors.shared_tensors import note_shared_tensors
 from ..plain_values.tensors.tensor_uses import ForwardsTensors
 from ..plain_values.used_attributes import used_attributes
 from ..plain_values.values import back, note_kept
@@ -327,14 +328,8 @@ def _note_tensors(
         [tensor for tensor, _ in versions.values()],
         lambda tensor: version_of(tensor) != versions[id(tensor)][1],
     )
-    result, missed = recorder.result, [*values.missed.shared(forward)]
-    result.read_by_loss |= dict.fromkeys(values.tensors.read_by_loss(forward))
-    result.shared_changes += [*values.tensors.shared(forward), *missed]
-    result.may_write = values.untaken.writes(forward)
+    note_shared_tensors(recorder.result, forward, values.tensors, values.missed, values.untaken)
     recorder.opens[MAY_READ] = [*values.untaken.calls(forward)]
-    if not missed:
-        by_size = values.missed.shared_by_size(forward)
-        result.turns_by_size = result.turns_by_size or by_size
 
 
 def _note_late(recorder: Recorder, values: SharedValues) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from torch import Tensor
 
@@ -130,8 +130,16 @@ class MissedTensors:
         Args:
             forward: tells what the recorded forward does with tensors.
         """
+        return self._shared(self.uses(forward).values(), forward)
+
+    def uses(self, forward: ForwardsTensors) -> Mapping[tuple[int, str], SharedValue]:
+        """Return what such branches do with tensors, by the tensor's id and what of it.
+
+        Args:
+            forward: as in :meth:`shared`.
+        """
         uses = (known for (_, _, by_size), known in self._known.items() if not by_size)
-        return self._shared(uses, forward)
+        return {(id(known.owner), known.key): known for known in forward.merged(uses)}
 
     def shared_by_size(self, forward: ForwardsTensors) -> str:
         """Return the line that uses what another hop writes if micro-batches of other sizes come;

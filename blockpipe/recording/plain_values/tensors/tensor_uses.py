@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ...._torch.tensors import shape_of
-from ...entries import OutsideTensor, SharedChange, TensorInfo
+from ...entries import LateBackward, OutsideTensor, SharedChange, TensorInfo
 from ..evaluation.expressions import Frame
 from ..evaluation.members import UNKNOWN
 from ..syntax.accesses import Access
@@ -114,11 +114,14 @@ class TensorUses:
             if is_written and known.key == CONTENT and max(known.read_on, default=-1) >= 0:
                 yield f"{name} ({known.first_read})"
 
-    def shared(self, forward: ForwardsTensors) -> Iterator[SharedChange]:
+    def shared(
+        self, forward: ForwardsTensors, untaken: Mapping[tuple[int, str], SharedValue]
+    ) -> Iterator[SharedChange]:
         """Yield the tensors that one hop writes and another one, or its backward, reads.
 
         Args:
             forward: tells what the forward does with tensors.
+            untaken: what branches do that it has not taken, by the tensor's id and what of it.
         """
         self._note_by_name(forward)
         for known in forward.merged(self._known.values()):
@@ -126,10 +129,32 @@ class TensorUses:
             if known.key == GRADIENT:
                 yield from gradient_changes(known, info)
                 continue
-            if info is not None:
-                _note_forward(known, info, is_written=is_written)
+            hops, where = ([], "") if info is None else (info.hops, info.where)
+            recorded = SharedValue(known.owner, known.key, where, where, read_on={*hops})
+            recorded.set_on |= {*hops} if is_written else set()
+            _note_forward(known, [recorded, untaken.get((id(known.owner), known.key), recorded)])
             if known.set_on and known.read_on and len(known.set_on | known.read_on) > 1:
                 yield shared_change(known, name, known.read_on, known.first_read, _REMEDY)
+
+    def written_late(
+        self, forward: ForwardsTensors, untaken: Mapping[tuple[int, str], SharedValue]
+    ) -> Iterator[LateBackward]:
+        """Yield the tensors that a branch reads which was not taken, and its hop's backward writes:
+        a step looks at backwards for those alone that forwards are known to read.
+
+        Args:
+            forward: as in :meth:`shared`.
+            untaken: likewise.
+        """
+        for known in forward.merged(self._known.values()):
+            used = untaken.get((id(known.owner), known.key))
+            if used is None or known.key == GRADIENT:
+                continue
+            name, where = forward.told(known.owner)[0], used.first_read
+            for hop in (hop for hop in used.read_on if back(hop) in known.set_on):
+                what = f"the forward may read {name} on hop {hop} ({where})"
+                needs = f"writes to it ({known.first_write})"
+                yield LateBackward(what, needs, hop, [hop], _REMEDY)
 
     def _note_by_name(self, forward: ForwardsTensors) -> None:
         """Note the reads of buffers of which the code tells no more than the name."""
@@ -156,14 +181,14 @@ def gradient_changes(
             yield shared_change(known, name, known.read_on, known.first_read, _REMEDY)
 
 
-def _note_forward(
-    known: SharedValue, info: TensorInfo | OutsideTensor, *, is_written: bool
-) -> None:
+def _note_forward(known: SharedValue, of_forward: Iterable[SharedValue]) -> None:
     """Note what the forward does with a tensor. A write in a backward of a hop that reads it is
     looked at in steps, where it may come in the plain loop's order."""
     is_read_beside, set_beside = bool(known.read_on), set(known.set_on)
-    for hop in info.hops:
-        if set_beside and not set_beside & {hop, back(hop)}:
-            known.is_read(hop, info.where)
-        if is_written and is_read_beside:
-            known.is_set(hop, info.where)
+    for used in of_forward:
+        for hop in used.read_on:
+            if set_beside and not set_beside & {hop, back(hop)}:
+                known.is_read(hop, used.first_read)
+        for hop in used.set_on if is_read_beside else ():
+            known.is_set(hop, used.first_write)
+            known.is_constant &= used.is_constant

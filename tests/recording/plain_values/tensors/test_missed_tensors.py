@@ -103,6 +103,60 @@ def test_a_write_and_a_read_on_two_stages_are_refused(
         pipe.forward_backward(x, target=x, loss_fn=mse_loss)
 
 
+def _hook_writes(net: Net, h: Tensor) -> Tensor:
+    h.register_hook(lambda gradient: [net.plain.mul_(0.5).add_(gradient.mean(0))].clear())
+    return h
+
+
+def _hook_reads(net: Net, h: Tensor) -> Tensor:
+    h.register_hook(lambda gradient: gradient * net.plain)
+    return h
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("acts", [(_hook_writes, _reads_plain), (_hook_reads, _writes_plain)])
+def test_hooks_of_one_stage_and_a_branch_of_another_are_refused(
+    acts: tuple[Act, Act], turned: bool
+) -> None:
+    wild = (turned, not turned)  # the hook is there always
+    net = Net(*(reversed(acts) if turned else acts), wild=wild)
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4, schedule="gpipe")
+    x = torch.randn(8, 4)
+    with pytest.raises(StateError, match="in a backward"):
+        pipe.forward_backward(x, target=x, loss_fn=mse_loss)
+
+
+def _hook_writes_unseen(net: Net, h: Tensor) -> Tensor:
+    h.register_hook(lambda gradient: [net.plain.data.mul_(0.5).add_(gradient.mean(0))].clear())
+    return h
+
+
+@pytest.mark.parametrize("write", [_hook_writes, _hook_writes_unseen])
+def test_a_hook_and_a_branch_of_one_stage_are_refused_unless_backwards_come_at_once(
+    write: Act,
+) -> None:
+    def act(net: Net, h: Tensor) -> Tensor:
+        if h.mean() > 5:
+            h = _reads_plain(net, h)
+        return write(net, h)
+
+    torch.manual_seed(0)
+    net, plain = (Net(_nothing, act, wild=(True, False)) for _ in range(2))
+    plain.load_state_dict(net.state_dict())
+    late, pipe = (
+        bp.Pipeline(net, devices=["cpu"] * 2, chunks=4, schedule=s) for s in ("gpipe", "1f1b")
+    )
+    with pytest.raises(StateError, match="the forward may read a tensor of shape"):
+        late.forward_backward(torch.randn(8, 4), target=torch.randn(8, 4), loss_fn=mse_loss)
+    for shift in (0.0, 60.0, -60.0):
+        x = torch.randn(8, 4) + shift
+        net.zero_grad(), plain.zero_grad()
+        expected = plain_step(plain, (x,), {}, x, mse_loss, 4)
+        assert_close(pipe.forward_backward(x, target=x, loss_fn=mse_loss).loss, expected)
+        assert_same_gradients(net, plain)
+    assert_close(net.plain, plain.plain)
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("write", [_writes, _writes_data])
 def test_what_one_stage_alone_writes_is_as_in_the_plain_loop(write: Act, schedule: str) -> None:
