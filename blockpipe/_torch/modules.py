@@ -264,6 +264,11 @@ class RefusesWrappers(nn.Module):
         self._refuse_wrapper("torch.compile")
 
     @property
+    def _infer_parameters(self) -> None:
+        # Since torch 2.14 their wrapper asks for that first of all, in its first call.
+        self._refuse_wrapper("torch.compile")
+
+    @property
     def _ddp_params_and_buffers_to_ignore(self) -> None:
         self._refuse_wrapper("DistributedDataParallel")
 
@@ -311,7 +316,10 @@ class RefusesWrappers(nn.Module):
         self._refuse_wrapper("torch.jit.script")
 
     def __dir__(self) -> list[str]:
-        asked = {"_initialize_hook", "_ddp_params_and_buffers_to_ignore"}
+        asked = {
+            *("_initialize_hook", "_infer_parameters"),
+            "_ddp_params_and_buffers_to_ignore",
+        }
         return [name for name in super().__dir__() if name not in asked]  # type: ignore[no-untyped-call]
 
 

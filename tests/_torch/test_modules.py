@@ -238,7 +238,7 @@ def test_wrappers_are_refused_before_they_do_anything(wrapper, put_around, monke
 def test_who_looks_at_all_attributes_is_no_wrapper():
     names = [name for name, _ in inspect.getmembers(Refusing())]
     assert "forward" in names
-    assert "_initialize_hook" not in names
+    assert not {"_initialize_hook", "_infer_parameters"} & {*names}
 
 
 def test_forward_hooks_go_by_the_id_of_their_handle():
