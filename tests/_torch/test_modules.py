@@ -211,7 +211,7 @@ def scripted(model):
 @pytest.mark.parametrize(
     ("wrapper", "put_around"),
     [
-        ("torch.compile", lambda model: torch.compile(model, backend="eager")),
+        ("torch.compile", lambda model: torch.compile(model, backend="eager")(torch.ones(2))),
         ("DistributedDataParallel", distributed),
         ("DataParallel", lambda model: nn.parallel.replicate(model, [0])),
         ("DataParallel", data_parallel),

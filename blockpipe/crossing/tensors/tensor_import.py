@@ -384,9 +384,10 @@ def _of_another(tensor: Tensor, tag: Tag, place: Place) -> StateError:
         else "an earlier step"
     )
     why = "has a gradient path" if tensor.requires_grad else f"was made on stage {tag.stage}"
+    remedy = "pass the tensor along, " + ("detach it, " if tag.stage == place.stage else "")
     return StateError(
         f"micro-batch {place.microbatch} on stage {place.stage} reads a tensor of shape "
         f"{shape_of(tensor)} that belongs to micro-batch {tag.key.microbatch} of {step} and "
         f"{why} ({users_line()}): state on self or in a global is shared by all micro-batches; "
-        "pass the tensor along, detach it, or keep one for each current_microbatch()"
+        f"{remedy}or keep one for each current_microbatch()"
     )

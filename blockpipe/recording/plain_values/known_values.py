@@ -20,8 +20,6 @@ from ..recording import Recording
 from .evaluation.members import ALL, BY_ARGUMENT, BY_NAME, NEEDS_GRADIENT, Names, member_of
 from .places import CODE, attribute_of, has_tensors, named, space_of
 from .remedies import (
-    OF_BACKWARDS,
-    OF_CHECKPOINT,
     OF_FORWARD,
     OF_LOSS,
     OF_ORDER,
@@ -29,6 +27,7 @@ from .remedies import (
     OF_TENSOR,
     OF_UPDATE,
     OF_VARIABLE,
+    remedy_for,
 )
 from .values import (
     AskedPlaces,
@@ -68,9 +67,8 @@ class KnownValues:
         self._values: dict[_Where, SharedValue] = {}
         self._of_other_sizes: dict[_Where, SharedValue] = {}
         self.is_of_other_sizes = False  # whether notes are what other sizes lead to
-        self._ignored: dict[int, Any] = {}  # by id
+        self._ignored, self.set_in_new = dict[int, Any](), set[str]()  # the former by id
         self._forwards: dict[int, SharedValue] = {}  # by the id of their code
-        self.set_in_new: set[str] = set()
         self.asked = AskedPlaces(self._values)  # by conditions
         self._of_loss: list[SharedValue] = []
         self._is_unsure = False  # whether code beside the forward may read one of these
@@ -265,11 +263,11 @@ class KnownValues:
 
     def only_read(self) -> dict[tuple[int, Any], list[int]]:
         """Return the places that the forward reads, on which hops, and that none of its code sets,
-        as far as that tells: ids with keys, of a content ``None``."""
+        nor the content that they are in: ids with keys, of a content ``None``."""
         return {
             (space_of(known.owner), None if known.key is ALL else known.key): hops_of(known.read_on)
             for known in self._values.values()
-            if known.read_on and not known.is_changed
+            if known.read_on and not any(k.is_changed for k in (known, *self._whole_of(known)))
         }
 
     def note_by_size(
@@ -334,9 +332,8 @@ class KnownValues:
         if is_named and self._is_unread(known, reads):
             return None
         where = next(k.first_read for k in (known, *others) if k.first_read)
-        remedy = OF_FORWARD if min(seen) >= 0 else "set it between steps"
-        remedy = OF_BACKWARDS if max(seen) < 0 else remedy
-        remedy = known.remedy or (OF_CHECKPOINT if again else remedy)
+        in_loss = any(one is value for value in self._of_loss for one in (known, *others))
+        remedy = known.remedy or remedy_for(seen, again=bool(again), in_loss=in_loss)
         change = shared_change(known, self._named(known), read_on, where, remedy)
         change.is_traced = known.is_traced and known.is_fixed
         is_table = isinstance(known.owner, dict) and has_tensors(known.owner)
@@ -443,6 +440,9 @@ class KnownValues:
             if not isinstance(known.owner, Names | type):
                 return found
             return [v for v in found if v.set_on or not isinstance(self.value_of(v), CODE)]
+        return self._whole_of(known)
+
+    def _whole_of(self, known: SharedValue) -> list[SharedValue]:
         whole = self._values.get((space_of(known.owner), ALL))
         return [] if whole is None else [whole]
 

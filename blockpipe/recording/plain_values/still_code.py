@@ -51,6 +51,7 @@ from .syntax.accesses import (
     contexts_of,
     may_set,
 )
+from .syntax.effects import registers_hook
 from .syntax.protocols import (
     called_by_name,
     called_by_with,
@@ -174,7 +175,7 @@ def may_set_by(functions: Iterable[Callable[..., Any]]) -> bool:
 def adds_hooks(function: Callable[..., Any]) -> bool:
     """Return whether a function, or what it calls, may register a hook."""
     names = (name for still in frames_of(function) for name in still.f_code.co_names)
-    return any(name.startswith("register_") and name.endswith("hook") for name in names)
+    return any(map(registers_hook, names))
 
 
 def uses_state(function: Callable[..., Any]) -> bool:

@@ -102,6 +102,11 @@ def writes_in_place(name: str) -> bool:
     return is_in_place and name not in _KEEPS_VALUES
 
 
+def registers_hook(name: str) -> bool:
+    """Return whether a method or function of torch of this name takes a hook, to call it later."""
+    return name.startswith("register_") and name.endswith("hook")
+
+
 def arguments_of(call: ast.expr) -> list[ast.expr]:
     """Return the arguments of a call as expressions."""
     return [*call.args, *(one.value for one in call.keywords)] if isinstance(call, ast.Call) else []

@@ -3,7 +3,7 @@
 import ast
 import enum
 
-from .effects import DOES_BOTH, FILLS, WRITES, name_called
+from .effects import DOES_BOTH, FILLS, WRITES, name_called, registers_hook
 
 _READS = frozenset(["get", "keys", "values", "items", "copy", "index", "count", "__getitem__"])
 _COMPARES = ("count", "index", "remove")
@@ -69,7 +69,8 @@ def use_of(node: ast.expr, outer: tuple[ast.AST, ...]) -> tuple[Use, ast.expr | 
     if isinstance(around, ast.Call):
         if isinstance(around.func, ast.Name) and around.func.id == "next":
             return Use.NONE, None
-        return (Use.NONE if node is around.func else Use.READ), around.func
+        is_none = node is around.func or registers_hook(name_called(around))
+        return (Use.NONE if is_none else Use.READ), around.func
     if isinstance(around, ast.Assign):
         is_alias = not any(isinstance(target, ast.Tuple | ast.List) for target in around.targets)
     elif isinstance(around, ast.Tuple):
@@ -130,7 +131,7 @@ def stored_in(node: ast.AST, outer: tuple[ast.AST, ...]) -> ast.expr | None:
             case ast.arguments() | ast.Lambda():
                 pass
             case ast.Call(func=ast.Attribute(value=kept, attr=name)) if around.func is not node:
-                is_hook = name.startswith("register_") and isinstance(node, ast.Lambda)
+                is_hook = registers_hook(name) and isinstance(node, ast.Lambda)
                 return kept if name in _STORES or is_hook else None
             case ast.Assign(targets=[ast.Attribute(value=kept) | ast.Subscript(value=kept)]):
                 return kept
