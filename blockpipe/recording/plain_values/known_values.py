@@ -17,6 +17,7 @@ from ..entries import CarriedValue, SharedChange, TensorInfo
 from ..library_reads import LibraryReads
 from ..reads import NamesRead
 from ..recording import Recording
+from .begun_anew import note_begun
 from .evaluation.members import ALL, BY_ARGUMENT, BY_NAME, NEEDS_GRADIENT, Names, member_of
 from .places import CODE, attribute_of, has_tensors, named, space_of
 from .remedies import (
@@ -251,6 +252,7 @@ class KnownValues:
         self.libraries.note(self._values.values(), result.calls)
         self._needed_on(held)
         self._run_on(result.hops)
+        note_begun(self._values, self._of_all)
         for known, _, _ in self.each():
             change = self._read_elsewhere(known, reads, result) or self._lost(known, result)
             if change is not None:
@@ -267,7 +269,8 @@ class KnownValues:
         return {
             (space_of(known.owner), None if known.key is ALL else known.key): hops_of(known.read_on)
             for known in self._values.values()
-            if known.read_on and not any(k.is_changed for k in (known, *self._whole_of(known)))
+            if known.read_on
+            and not any(k.is_changed for k in (known, self.found_at(known.owner, ALL)) if k)
         }
 
     def note_by_size(
@@ -440,10 +443,7 @@ class KnownValues:
             if not isinstance(known.owner, Names | type):
                 return found
             return [v for v in found if v.set_on or not isinstance(self.value_of(v), CODE)]
-        return self._whole_of(known)
-
-    def _whole_of(self, known: SharedValue) -> list[SharedValue]:
-        whole = self._values.get((space_of(known.owner), ALL))
+        whole = self.found_at(known.owner, ALL)
         return [] if whole is None else [whole]
 
     def _named(self, known: SharedValue) -> str:

@@ -64,7 +64,7 @@ from .questions.open_questions import any_open
 from .remedies import OF_ARRAY, OF_CHECKPOINT
 from .still_code import frames_of, functions_by_code, hands_on, named_of_unknown
 from .syntax.accesses import Access, accesses_of, is_optional
-from .syntax.effects import arguments_of, changes_given
+from .syntax.effects import EMPTIES, arguments_of, changes_given
 from .syntax.uses import Use
 from .taken_in import TakenIn
 from .tensors.missed_tensors import MissedTensors
@@ -73,6 +73,8 @@ from .tensors.untaken_branches import UntakenBranches
 from .tracing.pending_writes import PendingWrites
 from .tracing.traced_code import TracedCode
 from .values import ApartRun, back, frozen
+
+_CHANGES = (Use.WRITE, Use.BOTH)
 
 
 class SharedValues:
@@ -204,7 +206,8 @@ class SharedValues:
             self._finds(access, frame, owner, value)
         self._asks_class(access, frame, owner, value, hop)
         if self._still is not None:
-            if self._all_lasts or is_of_module(access.node, frame.code):
+            is_left = is_content(value) and owner is not None and self._is_lasting(owner)
+            if self._all_lasts or is_left or is_of_module(access.node, frame.code):
                 self._cached += [owner, value]
                 self._lasting.update((id(owner), id(value)))
             owner, key, access = entry_of(access, frame, owner, key)
@@ -226,6 +229,8 @@ class SharedValues:
                 self.known.at(owner, key).said_on.add(hop)
             elif access.reads:
                 self._reads_all(owner, key, access, frame, hop)
+                if self._still is not None and (access.counts or access.use in _CHANGES):
+                    self.known.at(owner, key).is_changed_beside(hop, frame.line, updates=True)
             if access.writes or makes_entry(owner, key, frame):
                 self._will_set([(owner, key, value), *places_of(owner, runs)], access, frame, hop)
         elif access.writes and isinstance(key, str):
@@ -310,11 +315,15 @@ class SharedValues:
                 known.is_read(back(hop), frame.line)
                 known.remedy = OF_ARRAY
         is_one = isinstance(value, set) or access.method == "setdefault"
-        if access.use in (Use.WRITE, Use.BOTH) and is_one and key is not ALL:
+        if access.use in _CHANGES and is_one and key is not ALL:
             self._will_set([(value, key, member_of(value, key))], access, frame, hop)
         elif access.use is not Use.READ or is_filled or advances(value):
             again = self._code.checkpoints.of(frame.frame) is not None
             self.known.is_changed(value, key, hop, frame.line, self._calls(), again=again)
+            known = self.known.at(value, key)
+            known.begun_on |= {hop: frame.line} if access.method in EMPTIES else {}
+            if self._still is not None:
+                known.is_changed_beside(hop, frame.line, updates=access.method not in EMPTIES)
 
     def _draws(self, drawn: Any, method: str, frame: Frame, hop: int) -> None:
         """Note that code calls a random generator, or hands it to a function."""
@@ -392,6 +401,8 @@ class SharedValues:
         again = apart is not None and self._still is None
         lines = hop, frame.line, apart, again, access.counts, self._calls(), is_fixed
         self._pending.begin(places, access, frame, lines)
+        for owner, key, _ in places if self._still is not None else ():
+            self.known.at(owner, key).is_changed_beside(hop, frame.line, updates=access.counts)
 
     def _calls(self) -> list[Call | None]:
         return [] if self._still is not None else [self._call()]

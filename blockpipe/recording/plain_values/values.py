@@ -39,6 +39,9 @@ class SharedValue:
     set_again_on: set[int] = field(default_factory=set)  # in the backward, by a checkpoint
     read_on: set[int] = field(default_factory=set)
     counted_on: set[int] = field(default_factory=set)
+    begun_on: dict[int, str] = field(default_factory=dict)  # where it begins anew, with the lines
+    beside_on: set[int] = field(default_factory=set)  # where code beside the forward changes it
+    updated_on: dict[int, str] = field(default_factory=dict)  # by what was there; with the lines
     lost_on: set[int] = field(default_factory=set)  # what others set there, an update may lose
     first_loss: str = ""
     ordered_on: set[int] = field(default_factory=set)  # where the order of its updates counts
@@ -102,6 +105,9 @@ class SharedValue:
             written_on=self.written_on | other.written_on,
             read_on=self.read_on | other.read_on,
             counted_on=self.counted_on | other.counted_on,
+            begun_on=other.begun_on | self.begun_on,
+            beside_on=self.beside_on | other.beside_on,
+            updated_on=other.updated_on | self.updated_on,
             lost_on=self.lost_on | other.lost_on,
             ordered_on=self.ordered_on | other.ordered_on,
             is_carried=self.is_carried or other.is_carried,
@@ -123,6 +129,12 @@ class SharedValue:
         """
         came_on = self.came_on.union(*(other.came_on for other in others))
         return bool(came_on) and min(came_on) < max(self.set_on, default=-1)
+
+    def is_changed_beside(self, hop: int, line: str, *, updates: bool) -> None:
+        """Note that code beside the forward sets it, or updates what is there."""
+        self.beside_on.add(hop)
+        if updates:
+            self.updated_on.setdefault(hop, line)
 
     def tells_itself(self, read_on: Iterable[int], stage_of: Callable[[int], int]) -> bool:
         """Return whether each value that is set there says which micro-batch it is of, wherever it
@@ -258,7 +270,8 @@ class ApartRun:
 def shared_change(
     known: SharedValue, name: str, read_on: set[int], where: str, remedy: str
 ) -> SharedChange:
-    """Return the entry of a recording for a value that one hop sets and another one reads.
+    """Return the entry of a recording for a value that one hop sets and another one reads. Of one
+    that begins anew this tells, and not what code beside the forward sets it to.
 
     Args:
         known: the value.
@@ -267,8 +280,11 @@ def shared_change(
         where: the line that reads it first.
         remedy: the remedy for an error.
     """
+    set_on, line = known.set_on, known.first_write
+    if known.begun_on:
+        set_on, line = {*known.begun_on}, next(iter(known.begun_on.values()))
     return SharedChange(
-        f"{name}{in_backward(known.set_on)} on hops {hops_of(known.set_on)} ({known.first_write})",
+        f"{name}{in_backward(set_on)} on hops {hops_of(set_on)} ({line})",
         f"reads it{in_backward(read_on)}",
         hops_of(read_on),
         where,

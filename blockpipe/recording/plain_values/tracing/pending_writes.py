@@ -135,6 +135,8 @@ class PendingWrites:
         known = self._known.at(pending.owner, pending.key)
         known.is_traced = True
         known.written_on.add(pending.hop)
+        if not pending.adds:
+            known.begun_on.setdefault(pending.hop, pending.line)
         known.is_bare = known.is_bare or made_on is None
         # On fake tensors the same is the same for all data.
         known.is_fixed = known.is_fixed and pending.is_fixed
