@@ -265,7 +265,8 @@ def _is_known(change: Change, recording: Recording) -> bool:
     owner, key = change.holder.owner, change.key
     if isinstance(owner, types.FunctionType):  # a variable, which several functions read
         return any(name == key for _, name in recording.changed)
-    return not recording.changed.isdisjoint({(id(owner), _name(key)), (id(owner), None)})
+    places = {(id(owner), _name(key)), (id(owner), None)}
+    return any(not places.isdisjoint(of) for of in (recording.changed, recording.set_beside))
 
 
 def _at(places: Mapping[tuple[int, Any], Iterable[int]], owner: Any, key: Any) -> set[int]:

@@ -98,6 +98,8 @@ class Recording:
     """The objects that were there before and that it, a hook or the loss sets: by id, in words."""
     changed: set[tuple[int, Any]] = field(default_factory=set, repr=False)
     """The objects that it changes, by id, each with a name or key in it; ``None``: its content."""
+    set_beside: set[tuple[int, Any]] = field(default_factory=set, repr=False)
+    """The places that a hook or the loss sets, as its code tells: likewise."""
     only_read: dict[tuple[int, Any], list[int]] = field(default_factory=dict, repr=False)
     """The places that it reads and, as far as its code tells, never sets: likewise, with the hops
     that read them."""

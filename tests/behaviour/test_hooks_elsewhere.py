@@ -213,3 +213,41 @@ def test_a_hook_that_sets_by_a_descriptor_is_looked_at() -> None:
     """Attack 31: setters of properties were."""
     with pytest.raises(StateError, match="attribute 'n' of the model"):
         _step(Sets())
+
+
+class _Normed:
+    """A hook that is an object, with a running norm of its own."""
+
+    def __init__(self) -> None:
+        self.norm = 0.1
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        self.norm = 0.9 * self.norm + 0.1 * gradient.norm().item()
+        return gradient / self.norm
+
+
+class _HookedByObject(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.normed = nn.Linear(4, 4), nn.Linear(4, 4), _Normed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x).tanh()
+            h.register_hook(self.normed)
+        with bp.Block(stage=1):
+            return self.b(h)
+
+
+def test_a_hook_that_is_an_object_is_not_read_when_it_is_registered() -> None:
+    """The object was taken for an argument that torch reads in the forward."""
+    net, plain = _HookedByObject(), _HookedByObject()
+    plain.load_state_dict(net.state_dict())
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4)
+    x = torch.randn(8, 4)
+    for _ in range(3):
+        net.zero_grad(), plain.zero_grad()
+        pipe.forward_backward(x, target=x, loss_fn=mse_loss)
+        plain_step(plain, (x,), {}, x, mse_loss, 4)
+        assert_same_gradients(net, plain)
+    assert net.normed.norm == pytest.approx(plain.normed.norm)

@@ -90,6 +90,76 @@ def test_statistics_that_a_later_forward_learns_are_refused_where_a_backward_nee
         pipe.forward_backward(HOT, target=Y, loss_fn=mse_loss)
 
 
+class Counts(nn.Module):
+    """A norm that learns its statistics now and then: ``mode`` says when."""
+
+    def __init__(self, mode: Callable[["Counts", Tensor], object]) -> None:
+        super().__init__()
+        self.lin, self.norm, self.n, self.mode = nn.Linear(4, 4), nn.BatchNorm1d(4), 0, mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        self.mode(self, x)
+        return self.norm(self.lin(x)).tanh()
+
+
+def _by_attribute(net: Counts, x: Tensor) -> None:
+    net.norm.training = net.n % 3 != 0
+
+
+def _by_branch(net: Counts, x: Tensor) -> None:
+    if net.n % 3 == 0:
+        net.norm.eval()
+    else:
+        net.norm.train()
+
+
+MODES: dict[str, Callable[[Counts, Tensor], object]] = {
+    "a count": lambda net, x: net.norm.train(net.n % 3 != 0),
+    "an attribute": _by_attribute,
+    "a branch": _by_branch,
+    "data": lambda net, x: net.norm.train(bool(x.max() > 0)),
+    "data in a branch": lambda net, x: net.norm.train() if x.max() > 0 else net.norm.eval(),
+}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_norm_that_may_leave_off_learning_is_refused_where_backwards_are_late(
+    mode: str, schedule: str
+) -> None:
+    """It is recorded as it learns, and its backward then reads no statistics."""
+    net = bp.begin_blocks(nn.Sequential(Counts(MODES[mode]), nn.Linear(4, 4)), {"1": 1})
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule=schedule)
+    with pytest.raises(StateError, match=r"writes? to buffer '0.norm.running_mean'"):
+        pipe.forward_backward(HOT, target=Y, loss_fn=mse_loss)
+
+
+@pytest.mark.parametrize(
+    ("mode", "stage", "schedule"),
+    [
+        (MODES["a count"], 1, "1f1b"),
+        *((lambda net, x: net.norm.train(), 0, one) for one in ("1f1b", "gpipe")),
+        *((lambda net, x: net.norm.eval(), 0, one) for one in ("1f1b", "gpipe")),
+        *((lambda net, x: net.norm.train(net.training), 0, one) for one in ("1f1b", "gpipe")),
+    ],
+)
+def test_a_norm_that_keeps_its_mode_or_whose_backwards_come_at_once_trains_as_plain(
+    mode: Callable[[Counts, Tensor], object], stage: int, schedule: str
+) -> None:
+    layers: list[nn.Module] = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    layers.insert(stage * 2, Counts(mode))
+    net = nn.Sequential(*layers)
+    plain = copy.deepcopy(net)
+    net = bp.begin_blocks(net, {"1": 1})
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule=schedule)
+    for _ in range(3):
+        net.zero_grad(), plain.zero_grad()
+        plain_step(plain, (X,), {}, Y, mse_loss, 4)
+        pipe.forward_backward(X, target=Y, loss_fn=mse_loss)
+        assert_same_gradients(net, plain)
+
+
 def test_a_branch_that_is_never_taken_costs_no_refusal() -> None:
     net = _net(DATA["a weight"]).to(stages(1)[0])
     plain = copy.deepcopy(net)

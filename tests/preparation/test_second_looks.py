@@ -187,3 +187,82 @@ def test_a_look_leaves_keys_in_their_order():
         plain_step(plain, (x,), {}, None, square, 4)
         assert [*net.recent.items()] == [*plain.recent.items()]
         assert [p.shape for p in net.norms] == [p.shape for p in plain.norms]
+
+
+class Norms:
+    """Collects norms of gradients by name."""
+
+    def __init__(self) -> None:
+        self.stats: dict[str, dict[str, float]] = {}
+        self.latest: dict[str, float] = {}
+
+    def note(self, name: str, gradient: Tensor) -> None:
+        stats = self.stats.setdefault(name, {"mean": 0.0, "max": 0.0, "n": 0})
+        norm = gradient.norm().item()
+        stats["mean"] = 0.9 * stats["mean"] + 0.1 * norm
+        stats["max"] = max(stats["max"], norm)
+        stats["n"] += 1
+
+    def keep(self, name: str, gradient: Tensor) -> None:
+        self.latest.update({name: self.latest.get(name, 0.0) + gradient.norm().item()})
+
+
+@pytest.mark.parametrize("way", [Norms.note, Norms.keep])
+def test_what_hooks_set_is_not_looked_at_again(
+    way: Any, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Their source has told it. Each of the first steps recorded all its micro-batches."""
+    net = bp.begin_blocks(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"1": 1})
+    norms = Norms()
+
+    def register(name: str, parameter: nn.Parameter) -> None:
+        parameter.register_hook(lambda gradient: way(norms, name, gradient))
+
+    for name, parameter in net.named_parameters():
+        register(name, parameter)
+    monkeypatch.setattr(second_looks.SecondLooks, "_recorded", lambda *_: pytest.fail("recorded"))
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2)
+    for _ in range(3):
+        pipe.forward_backward(torch.randn(4, 4), loss_fn=torch.sum)
+    assert {*norms.stats, *norms.latest} == {name for name, _ in net.named_parameters()}
+    assert not recwarn.list
+    if way is Norms.note:
+        assert {one["n"] for one in norms.stats.values()} == {6}
+
+
+class OneStage(nn.Module):
+    """Two hooks of one stage: one writes into a table, and the other one reads an entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+        self.norms = {"n": 1.0}
+        self.c.register_full_backward_hook(self.note)
+        self.b.register_full_backward_hook(self.clip)
+
+    def note(self, module: nn.Module, inner: Any, outer: Any) -> None:
+        self.norms.update(n=outer[0].norm().item())
+
+    def clip(self, module: nn.Module, inner: Any, outer: Any) -> tuple[Tensor]:
+        return (inner[0] / max(1.0, self.norms["n"]),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x).tanh()
+        with bp.Block(stage=1):
+            return self.c(self.b(h).tanh())
+
+
+def test_an_entry_of_a_table_that_code_changes_as_a_whole_is_no_surprise(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    net, plain = OneStage(), OneStage()
+    plain.load_state_dict(net.state_dict())
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    for _ in range(3):
+        net.zero_grad(), plain.zero_grad()
+        pipe.forward_backward(x, target=y, loss_fn=F.mse_loss)
+        plain_step(plain, (x,), {}, y, F.mse_loss, 4)
+        assert_same_gradients(plain, net)
+    assert not recwarn.list

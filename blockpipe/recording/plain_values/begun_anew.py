@@ -1,5 +1,5 @@
-"""Values that each forward begins anew, and that code beside it updates: a list of gradients' norms
-which the forward empties and a hook fills, a count that it sets back.
+"""Values that code beside the forward sets, such as a hook, and those of them that each forward
+begins anew: a list which it empties and a hook fills, a count that it sets back.
 
 A hook does not run in a recording, so that the forward seems to set what was there before, which
 counts as no change. In a step the hook comes between two forwards; where several micro-batches are
@@ -9,10 +9,10 @@ under way, it comes behind both.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from .evaluation.members import member_of
+from .evaluation.members import ALL, BY_ARGUMENT, member_of
 from .places import space_of
 from .values import SharedValue
 
@@ -44,3 +44,13 @@ def note_begun(
         known.set_on |= {*known.begun_on}
         for hop, line in updated.items() if known.begun_on else ():
             known.is_read(hop, line)
+
+
+def set_beside(values: Iterable[SharedValue]) -> set[tuple[int, Any]]:
+    """Return the places that code beside the forward sets: ids with keys, of a content ``None``."""
+    whole = (ALL, BY_ARGUMENT)
+    return {
+        (space_of(value.owner), None if value.key in whole else value.key)
+        for value in values
+        if value.beside_on
+    }

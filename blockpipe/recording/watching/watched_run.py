@@ -29,6 +29,7 @@ from ..entries import Hop, SharedChange
 from ..outside.code_beside import CodeBeside
 from ..outside.compared_members import TORCHS
 from ..outside.outside_state import OutsideState
+from ..plain_values.begun_anew import set_beside
 from ..plain_values.evaluation.index_uses import IndexUses
 from ..plain_values.kinds import traced_on, turning_values
 from ..plain_values.shared_values import SharedValues
@@ -340,6 +341,8 @@ def _note_late(recorder: Recorder, values: SharedValues) -> None:
             late.reads.in_code(tensor, hop, where)
     for written in values.untaken.may_write():
         late.may_write(*written)
+    for statistic in values.untaken.may_read_late():
+        late.reads.may_read(statistic)
     recorder.result.late_backwards = list(late.found())
     recorder.result.late_if_packed = list(late.found_if_packed())
 
@@ -388,6 +391,7 @@ def _note_state(
     result.outside = recorder.outside_tensors.found()
     result.may_toggle = values.toggles or recorder.changes.toggles
     result.sets, result.changed = {**recorder.outside.sets, **values.sets}, recorder.outside.places
+    result.set_beside = set_beside(value for value, _, _ in known.each())
     result.only_read, result.may_set = known.only_read(), dict(values.untaken.sets)
     result.switches = recorder.changes.switches
     result.collects = recorder.outside.collects or values.known.looks_up

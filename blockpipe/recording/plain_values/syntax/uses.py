@@ -7,7 +7,10 @@ from .effects import DOES_BOTH, FILLS, WRITES, name_called, registers_hook
 
 _READS = frozenset(["get", "keys", "values", "items", "copy", "index", "count", "__getitem__"])
 _COMPARES = ("count", "index", "remove")
-_TAKES_KEY = ("get", "pop", "setdefault", "move_to_end", "add", "discard", "remove")
+_TAKES_KEY = (
+    *("get", "pop", "setdefault", "move_to_end", "add", "discard", "remove"),
+    *("__getitem__", "__setitem__", "__delitem__"),
+)
 _STORES = frozenset(
     ["append", "appendleft", "extend", "insert", "setdefault", "update", "put", "put_nowait"]
 )
@@ -149,15 +152,28 @@ def is_function(outer: tuple[ast.AST, ...]) -> bool:
 
 def key_taken(node: ast.expr, outer: tuple[ast.AST, ...]) -> ast.expr | None:
     """Return the key of the one entry that code asks a container for, or changes:
-    ``table.get(key)``, ``table.setdefault(key, [])``."""
+    ``table.get(key)``, ``table.setdefault(key, [])``, ``table.update({key: 1})``."""
     match outer[:1]:
         case [ast.Compare(left=key, ops=[ast.In() | ast.NotIn()], comparators=[found])]:
             return key if found is node else None
     method, call = outer[:2] if len(outer) > 1 else (None, None)
     if not (isinstance(method, ast.Attribute) and isinstance(call, ast.Call)):
         return None
-    is_taken = call.func is method and method.attr in _TAKES_KEY and bool(call.args)
-    return call.args[0] if is_taken else None
+    if call.func is not method:
+        return None
+    if method.attr == "update":
+        return _only_key(call)
+    return call.args[0] if method.attr in _TAKES_KEY and call.args else None
+
+
+def _only_key(call: ast.Call) -> ast.expr | None:
+    """Return the key of the one entry that a dictionary is updated with."""
+    match call.args, call.keywords:
+        case [ast.Dict(keys=[key])], []:
+            return key
+        case [], [ast.keyword(arg=str(name))]:
+            return ast.copy_location(ast.Constant(name), call)
+    return None
 
 
 def goes_back(node: ast.expr, outer: tuple[ast.AST, ...]) -> ast.expr | None:

@@ -21,7 +21,7 @@ from ..known_values import KnownValues
 from ..places import has_tensors, space_of
 from ..syntax.accesses import Access, accesses_of
 from ..syntax.uses import Use
-from ..values import hops_of
+from ..values import SharedValue, hops_of
 from .tensor_uses import ForwardsTensors
 from .used_tensors import statistics_of, uses_of
 
@@ -80,11 +80,21 @@ class UntakenBranches:
     def may_write(self) -> Iterable[tuple[Tensor, int, str]]:
         """Return the tensors that may be written, with the hop and the line; also statistics of
         modules of which the forward sets the mode."""
+        for known in self._modes():
+            for tensor in statistics_of(known.owner):
+                self._written += ((tensor, hop, known.first_write) for hop in known.set_on)
+        return self._written
+
+    def may_read_late(self) -> Iterator[Tensor]:
+        """Yield the statistics of modules to which the forward gives one mode or the other: in
+        evaluation the backward reads them, too."""
+        turned = (known.owner for known in self._modes() if known.set_on and not known.is_fixed)
+        yield from (tensor for module in turned for tensor in statistics_of(module))
+
+    def _modes(self) -> Iterator[SharedValue]:
         for known, _, _ in self._known.each():
             if known.key == "training" and isinstance(known.owner, nn.Module):
-                for tensor in statistics_of(known.owner):
-                    self._written += ((tensor, hop, known.first_write) for hop in known.set_on)
-        return self._written
+                yield known
 
     def calls(self, forward: ForwardsTensors) -> Iterator[Call]:
         """Yield the calls that have to be looked into.

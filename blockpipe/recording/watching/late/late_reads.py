@@ -202,6 +202,12 @@ class LateReads:
         if place is not None:
             self._found.append(LateRead(place, None, hop, where, _IN_CODE))
 
+    def may_read(self, statistic: Tensor) -> None:
+        """Note that a normalization's backward may read a statistic, whatever its mode is now."""
+        if (place := self._memory.place_by_code(statistic)) is not None:
+            for read in self._found:
+                read.is_norms = read.is_norms and not place.overlaps(read.place)
+
     def found(self) -> list[LateRead]:
         """Return the reads of backwards, as far as their graphs are there."""
         self._found = [read for read in self._found if not read.is_gone]
