@@ -330,3 +330,42 @@ def test_a_process_with_nothing_to_do_is_refused() -> None:
     net.off = 1
     with pytest.raises(PlanError, match=r"got \[0, 2\], .*nothing ran on stage 1"):
         build_stage(net, 0, (two_ways(),))
+
+
+class Pool(nn.Module):
+    """Two stages take a layer of one pool, each the one that its data choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.pool = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (int(n) for n in x[0, :2])
+        with bp.Block(stage=0):
+            h = self.pool[first](self.a(x))
+        with bp.Block(stage=1):
+            return self.pool[second](self.b(h))
+
+
+@pytest.mark.parametrize(
+    ("seen", "now", "name"),
+    [((0, 1), (1, 0), "'pool.1.weight'"), ((0, 0), (0, 2), r"a leaf of shape \(4, 4\)")],
+)
+def test_a_parameter_that_data_have_read_earlier_than_before_is_refused_with_a_way_that_works(
+    seen: tuple[int, int], now: tuple[int, int], name: str
+) -> None:
+    x = torch.zeros(6, 4)
+    x[:2, :2], x[2:4, :2], x[4:, :2] = (torch.tensor(two) for two in (seen, now, (2, 0)))
+    net = Pool()
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=3)
+    with pytest.raises(RouteError, match=rf"reads {name}.* schedule='uncut'"):
+        pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
+    net.zero_grad()
+    plain = copy.deepcopy(net)
+    for part in x.split(2):
+        (F.mse_loss(plain(part), part) / 3).backward()
+    uncut = bp.Pipeline(net, devices=["cpu"] * 2, chunks=3, schedule="uncut")
+    uncut.forward_backward(x, target=x, loss_fn=F.mse_loss)
+    for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        assert ours.grad is None if theirs.grad is None else torch.allclose(ours.grad, theirs.grad)

@@ -180,10 +180,14 @@ class TensorImport:
         if home.stage == place.stage and not needs_gradient:
             return tensor
         if home.hop > place.hop and needs_gradient:
+            name, seen = repr(home.name), "than recorded"
+            if home.is_adopted:
+                name, seen = f"a leaf of shape {shape_of(tensor)}", "than another micro-batch"
             raise RouteError(
-                f"micro-batch {place.microbatch} reads {home.name!r} on stage {place.stage}, "
-                f"earlier than recorded (first on stage {home.stage}; {users_line()}); give "
-                f"Pipeline a sample that takes the longest way; {SKIPPED_MARKS}"
+                f"micro-batch {place.microbatch} reads {name} on stage {place.stage}, earlier "
+                f"{seen} (first on stage {home.stage}; {users_line()}); give Pipeline a sample "
+                f"that takes the longest way; {SKIPPED_MARKS}; where data choose what a stage "
+                "reads, as a layer of a pool that stages share, use schedule='uncut'"
             )
         imports = self._home_imports.setdefault(id(tensor), {})
         found = imports.get(place.hop)
