@@ -191,7 +191,8 @@ class GraphEntry(torch.autograd.Function):
             raise CrossingError(
                 "a backward in the forward, or a second one after it, comes to where a tensor "
                 "crossed from another stage, and its graph is cut there; use schedule='uncut', or "
-                "detach() what the inner backward does not need"
+                "detach() what the inner backward does not need (a loss function only returns its "
+                "loss: forward_backward runs the backward)"
             )
         ctx.slot.gradient = gradient
         return None, None, None
