@@ -11,9 +11,11 @@ import enum
 import functools
 import logging
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ _PLAIN = frozenset(
     ]
 )
 _BY_DATA = (contextvars.ContextVar, logging.Logger)
+_LOOK = threading.local()
 
 
 class Code(tuple[Any, ...]):
@@ -169,9 +172,23 @@ def is_tensors(one: Any) -> bool:
     return isinstance(one, Described) and issubclass(one[0], Tensor)
 
 
+@contextmanager
+def one_look() -> Iterator[None]:
+    """Look into each object once while entered, in this thread: nothing changes meanwhile. The
+    hooks of all parameters may lead to one object."""
+    _LOOK.contents = dict[int, tuple[Any, Hashable]]()  # by the id of an object that is kept
+    try:
+        yield
+    finally:
+        del _LOOK.contents
+
+
 def content(value: Any) -> Hashable:
     """Return the content of a container or an object, without the values of tensors."""
-    return Contents(None, data=_described).of(value)
+    known: dict[int, tuple[Any, Hashable]] = getattr(_LOOK, "contents", {})
+    if id(value) not in known:
+        known[id(value)] = value, Contents(None, data=_described).of(value)
+    return known[id(value)][1]
 
 
 def content_beside_tensors(value: Any) -> Hashable:

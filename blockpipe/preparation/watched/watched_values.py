@@ -56,6 +56,7 @@ from .seen import (
     is_same,
     is_tensors,
     label,
+    one_look,
     seen,
 )
 from .watched_numbers import Asked, Questions, Where, answer, watched
@@ -260,7 +261,8 @@ class WatchedValues:
     def _look(self, *, by_forward: bool) -> None:
         if self._is_whole:
             self._is_whole = False
-            self._look_at_all(by_forward=by_forward)
+            with one_look():
+                self._look_at_all(by_forward=by_forward)
             self._is_whole = True
 
     def _look_at_all(self, *, by_forward: bool) -> None:

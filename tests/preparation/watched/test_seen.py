@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 import blockpipe as bp
 from blockpipe.errors import StateError
-from blockpipe.preparation.watched.seen import is_same, seen
+from blockpipe.preparation.watched.contents import Contents
+from blockpipe.preparation.watched.seen import content, is_same, one_look, seen
 
 from ...stage_devices import stages
 from .test_watched_values import Gated
@@ -223,3 +224,19 @@ def test_what_a_forward_keeps_is_no_reason_to_record():
         pipe.forward_backward(torch.randn(size, 4), loss_fn=torch.sum)
         recordings[id(pipe.recording)] = pipe.recording
     assert len(recordings) == 1
+
+
+def test_an_object_is_looked_into_once_in_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks of all parameters that lead to one object made a look take seconds."""
+    looked, of = [], Contents.of
+    monkeypatch.setattr(Contents, "of", lambda self, value: looked.append(value) or of(self, value))
+    table = {"a": 1}
+    with one_look():
+        first = content(table)
+        assert content(table) is first
+        assert sum(one is table for one in looked) == 1
+    table["a"] = 2
+    with one_look():
+        assert content(table) != first
+    table["a"] = 3
+    assert content(table) != first
