@@ -216,7 +216,7 @@ def is_same_state(state: Any, other: Any) -> bool:
 
 def moved(states: States) -> list[Source]:
     """Return the generators that are in another state now."""
-    return [source for source, then in states.items() if _bytes_of(_get(source)) != _bytes_of(then)]
+    return [source for source, then in states.items() if not is_same_state(_get(source), then)]
 
 
 def restore(states: States) -> None:

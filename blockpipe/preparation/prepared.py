@@ -195,8 +195,10 @@ class Prepared:
 
     @cached_property
     def generators(self) -> list[Source]:
-        """torch's generators, of the host and of the stages' devices."""
-        return list(dict.fromkeys(s for device in self.devices for s in torchs_of(device)))
+        """The generators of the process: Python's, numpy's, and torch's of the host and of the
+        stages' devices."""
+        of_torch = (source for device in self.devices for source in torchs_of(device))
+        return list(dict.fromkeys([*host_sources(), *of_torch]))
 
     def mark_as_random(self, hop: int | None = None, kind: str = "torch") -> bool:
         """Mark a hop as drawing random numbers of a kind: from the next step on its forwards take

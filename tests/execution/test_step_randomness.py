@@ -106,6 +106,30 @@ def test_draws_that_begin_where_no_stage_drew_are_told():
     pipe.forward_backward(LOW, target=Y, loss_fn=F.mse_loss)
 
 
+@pytest.mark.cpu("whether stages overlap")
+@pytest.mark.parametrize("draw", [random.random, lambda: float(np.random.rand())])
+def test_numbers_of_pythons_and_numpys_that_begin_late_are_told(draw):
+    """Attack 48: only torch's generators were compared where no stage had a stream."""
+
+    class Scaled(nn.Linear):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x) * (draw() if self.calls > 8 else 1.0)
+
+    layers = nn.Sequential(Scaled(4, 8), Scaled(8, 8), Scaled(8, 3))
+    for stage, layer in enumerate(layers):
+        bp.BeginBlock(layer, stage=stage)
+    pipe = bp.Pipeline(layers, devices=stages(3), chunks=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        [pipe.forward_backward(LOW, target=Y, loss_fn=F.mse_loss) for _ in range(2)]
+    with pytest.warns(UserWarning, match="depended on timing; from the next step on"):
+        pipe.forward_backward(LOW, target=Y, loss_fn=F.mse_loss)
+    pipe.forward_backward(LOW, target=Y, loss_fn=F.mse_loss)
+
+
 class Slow(Net):
     """Leaves others time between the stretches that draw."""
 

@@ -208,10 +208,7 @@ class SharedValues:
             self._finds(access, frame, owner, value)
         self._asks_class(access, frame, owner, value, hop)
         if self._still is not None:
-            is_left = is_content(value) and owner is not None and self._is_lasting(owner)
-            if self._all_lasts or is_left or is_of_module(access.node, frame.code):
-                self._cached += [owner, value]
-                self._lasting.update((id(owner), id(value)))
+            self._may_outlive(owner, value, is_there=is_of_module(access.node, frame.code))
             owner, key, access = entry_of(access, frame, owner, key)
         if owner is None or hands_on(owner, key):
             sets = access.writes and owner is None and (runs or not frame.is_running)
@@ -243,6 +240,14 @@ class SharedValues:
                 self.known.at(value, ALL).held_by = owner, key
         if access.reads and not access.is_said:
             self._note_inside(access, value, owner, frame, hop)
+
+    def _may_outlive(self, owner: Any, value: Any, *, is_there: bool) -> None:
+        """Note what outlives the forward for code beside it: what was there before, and what the
+        forward has left in that."""
+        is_left = is_content(value) and owner is not None and self._is_lasting(owner)
+        if self._all_lasts or is_there or is_left:
+            self._cached += [owner, value]
+            self._lasting.update((id(owner), id(value)))
 
     def _note_unknown(self, access: Access, frame: Frame, hop: int, *, sets: bool) -> None:
         """Note that code reads, or sets, something in an object that nobody can tell."""
