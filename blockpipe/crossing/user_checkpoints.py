@@ -238,6 +238,8 @@ class _WatchedHook(CheckpointHook):  # type: ignore[misc]
     def __init__(self, recomputed: Any) -> None:
         self._under_way: tuple[MicrobatchRun, Callable[[int], None]] | None = None
         mode = active_mode()
+        if mode is not None:
+            mode.begins_checkpoint(recomputed)
         if mode is not None and not mode.inside:
             mode.saw_checkpoint(recomputed.recompute_fn)
             recomputed.recompute_fn = recompute_spec = Checkpoint(mode.run, recomputed.recompute_fn)

@@ -1,5 +1,6 @@
 """What a forward does beside computing, and a recording of it must not leave behind."""
 
+import copy
 import csv
 import ctypes
 import functools
@@ -18,11 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import blockpipe as bp
 from blockpipe.errors import RecordingError, StateError
 
+from ..parity import assert_same_gradients, plain_step
 from ..stage_devices import stages
 
 CACHES = [functools.cache, functools.lru_cache, functools.lru_cache(1)]
@@ -374,3 +377,55 @@ def test_operations_when_a_step_begins_with_a_recording_are_counted_once() -> No
     with FlopCounterMode(display=False) as counter:
         _found(Net(None, lambda held: None))
     assert counter.get_total_flops() == 2 * 2 * 4 * 4 * 4
+
+
+class Rebinds(nn.Module):
+    """The function of a checkpoint names what is set to the checkpoint's result, so that the graph
+    keeps itself."""
+
+    def __init__(self, *, apart: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.apart = nn.Linear(4, 4), nn.Linear(4, 4), apart
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h = checkpoint(lambda t: self.second(t).relu() + h, h, use_reentrant=False)
+        if self.apart:
+            g = h
+            out = checkpoint(lambda t: torch.tanh(self.second(t) + g), h, use_reentrant=False)
+            g = out
+            return g
+        return h
+
+
+class RebindsInGlue(nn.Module):
+    def __init__(self, *, apart: bool) -> None:
+        super().__init__()
+        self.layer, self.last = Rebinds(apart=apart), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.layer.forward(x)
+        with bp.Block(stage=1):
+            return self.last(h)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("in_glue", [False, True])
+def test_a_checkpoint_whose_function_names_its_result_is_not_left_behind(
+    in_glue: bool, apart: bool
+) -> None:
+    if in_glue:
+        net: nn.Module = RebindsInGlue(apart=apart)
+        plain = copy.deepcopy(net)
+    else:
+        net = nn.Sequential(Rebinds(apart=apart), nn.Linear(4, 4))
+        plain = copy.deepcopy(net)
+        bp.begin_blocks(net, {"1": 1})
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    x = torch.randn(8, 4)
+    for _ in range(2):
+        net.zero_grad(), plain.zero_grad()
+        pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
+        plain_step(plain, (x,), {}, x, F.mse_loss, 4)
+        assert_same_gradients(net, plain)

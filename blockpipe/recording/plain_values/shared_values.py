@@ -170,9 +170,12 @@ class SharedValues:
         """Note the accesses of a function that does not run."""
         for accesses in accesses_of(still.f_code).values():
             still.f_lineno = accesses[0].node.lineno
+            frame = Frame(still, {}, None)  # type: ignore[arg-type]
+            if self._still is None and self.missed.is_closed(accesses[0].node, frame):
+                continue
             self._note_all(accesses, still, hop, over=True)
             if self._still is not None:
-                self.tensors.note(accesses, Frame(still, {}, None), given, hop)  # type: ignore[arg-type]
+                self.tensors.note(accesses, frame, given, hop)
 
     def _note_all(
         self, accesses: Iterable[Access], running: Any, hop: int, *, over: bool = False

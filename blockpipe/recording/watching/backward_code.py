@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -85,6 +86,7 @@ class BackwardCode:
         self.called: list[CalledInBackward] = []
         self.operators: dict[tuple[int, int], tuple[Callable[..., Any], int]] = {}
         self.around: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+        self.checkpoints: list[weakref.ref[Any]] = []  # what torch keeps of each
         self._known: set[tuple[Any, ...]] = set()
         self._ambient: Any = None  # the hooks on saved tensors while the forward runs
         self._first_nodes: list[int] = []  # by hop, the number of the first node
@@ -238,9 +240,12 @@ class BackwardCode:
         self.operators[id(function), hop] = function, hop
 
     def forget(self) -> None:
-        """Release the graph that the functions' contexts are in."""
+        """Release the graph that the functions' contexts are in, and which keeps itself where the
+        function of a checkpoint has its result: no backward runs that."""
         self.called.clear()
         self._made_apart.clear()
+        for kept in filter(None, [one() for one in self.checkpoints]):
+            kept.recompute_fn = None
 
 
 def _held_by(function: Callable[..., Any]) -> Iterator[Any]:

@@ -1,5 +1,6 @@
 """State in branches that the recorded micro-batch did not take, and another one may."""
 
+import copy
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -208,3 +209,40 @@ def test_what_syntax_reads_in_a_branch_that_was_not_taken_is_refused(kind: type[
     x = torch.rand(8, 4) - 2  # no micro-batch takes the branch
     with pytest.raises(StateError, match=r"value"):
         pipe.forward_backward(x, target=x, loss_fn=mse_loss)
+
+
+class _Noisy(nn.Module):
+    """Adds noise after some calls, by an option: from a generator that others may have as well."""
+
+    def __init__(self, kind: str, generator: torch.Generator) -> None:
+        super().__init__()
+        self.kind, self.generator, self.calls = kind, generator, 0
+
+    def add(self, h: Tensor) -> Tensor:
+        if self.kind == "own":
+            return h + torch.rand(h.shape, generator=self.generator)
+        return h * 2
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.calls += 1
+        return self.add(h) if self.calls > 6 else h
+
+
+@pytest.mark.parametrize("kind", ["none", "own"])
+def test_what_a_helper_in_another_branch_draws_counts_unless_an_option_keeps_it_closed(
+    kind: str,
+) -> None:
+    one = torch.Generator()
+    net = nn.Sequential(nn.Linear(4, 4), _Noisy(kind, one), nn.Linear(4, 4), _Noisy(kind, one))
+    plain = copy.deepcopy(net)
+    bp.begin_blocks(net, {"2": 1})
+    pipe, x = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4), torch.randn(8, 4)
+    if kind == "own":
+        with pytest.raises(StateError, match="torch.Generator is drawn from"):
+            pipe.forward_backward(x, target=x, loss_fn=mse_loss)
+        return
+    for _ in range(3):
+        net.zero_grad(), plain.zero_grad()
+        pipe.forward_backward(x, target=x, loss_fn=mse_loss)
+        plain_step(plain, (x,), {}, x, mse_loss, 4)
+        assert_same_gradients(net, plain)
