@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ..._common.nested import map_tensors
-from ...recording.plain_values.places import is_array
+from ...recording.plain_values.arrays import is_array
 
 
 def apart(outputs: Any, size: int, *, overwritten: bool) -> Any:

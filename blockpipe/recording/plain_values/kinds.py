@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ..entries import TurningValue
 from ..reads import NamesRead, libraries_code_reads
+from .arrays import is_array
 from .evaluation.members import ALL, UNKNOWN, Names, member_of
 from .known_values import KnownValues
-from .places import attribute_of, is_array, space_of
+from .places import attribute_of, space_of
 from .values import hops_of
 
 _CONTAINERS = (list, tuple, dict, set, str)

@@ -9,7 +9,6 @@ import io
 import itertools
 import mmap
 import os
-import sys
 import types
 from array import array
 from collections import defaultdict, deque
@@ -30,6 +29,7 @@ from ...restoring.contents import is_of_c
 from ...restoring.holders import DictHolder, Holder
 from ...restoring.iterators import BOUND, advances
 from ...stages.cursor import is_of_microbatch
+from .arrays import is_array
 from .evaluation.by_call import ASKS
 from .evaluation.expressions import Frame
 from .evaluation.loops import run_over
@@ -68,7 +68,6 @@ _NO_METHODS = ("builtins", "abc", "typing", "enum", *_HAND_BACK)  # that read wh
 _TAKE_AS_IT_IS = (len, bool, iter, list, tuple, reversed, dict)
 
 # Methods of an array that give a view.
-_VIEWS = ("ravel", "reshape", "view", "transpose", "swapaxes", "squeeze", "diagonal")
 
 
 def is_by_microbatch(container: Any) -> bool:
@@ -192,59 +191,9 @@ def space_of(owner: Any) -> int:
     return id(owner.names if isinstance(owner, Names) else owner)
 
 
-def is_array(value: Any) -> bool:
-    """Return whether a value is an array of numpy."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
-
-
 def has_memory(value: Any) -> bool:
     """Return whether a value is an array, or bytes, whose memory a tensor may share."""
     return is_array(value) or isinstance(value, bytearray | array | memoryview | mmap.mmap)
-
-
-def of_whole_arrays(access: Access, frame: Frame) -> tuple[Any, Any, Any]:
-    """Return the place of an access, and the value there, with arrays in the place of views of
-    theirs, which are other objects each time: ``self.counts[0][1] = n``.
-
-    Args:
-        access: the access.
-        frame: the frame that it is in.
-    """
-    owner, key, value = frame.owner_of(access)
-    if owner is None and isinstance(access.node, ast.Subscript | ast.Attribute):
-        owner = _array_behind(access.node.value, frame)
-        key = key if owner is None else ALL
-    whole = _whole(owner)
-    key = key if whole is owner else ALL
-    return whole, key, whole if value is UNKNOWN and is_array(whole) else _whole(value)
-
-
-def _array_behind(node: ast.expr, frame: Frame) -> Any:
-    """Return the array of which an expression gives a view; ``None``: it gives none."""
-    while True:
-        match node:
-            case ast.Subscript(value=of) | ast.Attribute(value=of, attr="flat" | "T"):
-                node = of
-            case ast.Call(func=ast.Attribute(value=of, attr=name)) if name in _VIEWS:
-                node = of
-            case _:
-                return None
-        if is_array(found := frame.evaluated(node)):
-            return found
-
-
-def _whole(value: Any) -> Any:
-    while is_array(value) or _is_flat(value):
-        base = value.base.obj if isinstance(value.base, memoryview) else value.base
-        if not is_array(base) and not isinstance(base, bytearray | array):
-            break
-        value = base
-    return value
-
-
-def _is_flat(value: Any) -> bool:
-    return type(value).__name__ == "flatiter"
 
 
 def is_content(value: Any) -> bool:

@@ -31,6 +31,7 @@ from ...restoring.iterators import advances
 from ...restoring.model_state import names_in
 from ..calls import Call
 from ..library_reads import LibraryReads
+from .arrays import of_whole_arrays
 from .drawn_numbers import DrawnNumbers, draws_from
 from .evaluation.by_call import asked_by_call, set_by_call, set_by_method
 from .evaluation.expressions import Frame
@@ -54,7 +55,6 @@ from .places import (
     is_used_whole,
     makes_entry,
     names_of,
-    of_whole_arrays,
     owners_by_space,
     read_inside,
     shares_memory,

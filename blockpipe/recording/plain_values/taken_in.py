@@ -18,9 +18,10 @@ from ..._common.libraries import is_users
 from ...crossing.torch_patches import original_of
 from ...restoring.contents import content_of
 from ...restoring.holders import AttributesHolder, Holder, MemberHolder, attributes_of, container_of
+from .arrays import is_array
 from .evaluation.expressions import Frame
 from .evaluation.members import ALL, UNKNOWN, Names
-from .places import inside, is_array
+from .places import inside
 from .syntax.accesses import Access
 from .syntax.uses import Use
 

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from ...._common.threads.thread_state import ours
 from ...._torch.modules import buffers_of, children_of, parameters_of, within
 from ...._torch.tensors import is_view, storage_of
+from ..arrays import is_array
 from ..evaluation.expressions import Frame, members_of
 from ..evaluation.members import UNKNOWN
 from ..evaluation.targets import bound_by
-from ..places import is_array, is_looked_into
+from ..places import is_looked_into
 from ..syntax.accesses import Access, assignments_of, loops_by_name
 from ..syntax.contents import alternatives
 from ..syntax.effects import ASKS_SHAPE, name_called, writes_in_place
