@@ -122,7 +122,9 @@ def _step(net: nn.Module, schedule: str = "1f1b") -> Tensor:
 @pytest.mark.parametrize("name", KINDS)
 def test_what_a_loop_takes_on_a_later_stage_is_read_there(name: str) -> None:
     kind, run = KINDS[name]
-    with pytest.raises(StateError, match=r"the forward changes (a list|a dict|entry|a ndarray).* "):
+    with pytest.raises(
+        StateError, match=r"the forward changes (a list|a dict|entry|an ndarray).* "
+    ):
         _step(kind(run, 0.9))
 
 

@@ -143,7 +143,7 @@ def _transposed(net: Bank) -> None:
 def test_an_array_when_a_later_step_writes_to_it_is_told_of(rare: Callable[..., None]):
     """Attack 45. Of an array, steps did not compare the content."""
     pipe = bp.Pipeline(Bank(rare), devices=stages(2), chunks=4)
-    told = r"(changes a ndarray|ndarray was (set|written) during the step).* read"
+    told = r"(changes an ndarray|ndarray was (set|written) during the step).* read"
     with pytest.raises((StateError, UserWarning), match=told):
         [pipe.forward_backward(X, target=X, loss_fn=mse_loss) for _ in range(2)]
 

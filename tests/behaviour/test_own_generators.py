@@ -246,7 +246,7 @@ def _copies(net: Net, h: Tensor) -> Tensor:
 def test_a_tensor_with_the_memory_of_an_array_that_the_forward_writes_is_refused() -> None:
     """Autograd keeps the tensor, and the next micro-batch wrote to its memory."""
     pipe = bp.Pipeline(Net(_shares, _nothing), devices=stages(2), chunks=4)
-    with pytest.raises(StateError, match=r"a ndarray on hops \[0\].*in a backward.*torch\.tensor"):
+    with pytest.raises(StateError, match=r"an ndarray on hops \[0\].*in a backward.*torch\.tensor"):
         pipe.forward_backward(X, target=X, loss_fn=mse_loss)
 
 

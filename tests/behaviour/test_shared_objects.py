@@ -226,7 +226,7 @@ USES = [
     (_an_attribute, "attribute 'k' of the model"),
     (_an_entry, "entry 'k' of a dict"),
     (_a_global_dict, "entry 'low' of a dict"),
-    (_an_array, "a ndarray"),
+    (_an_array, "an ndarray"),
     (_a_function_of_torch, r"'nn\.functional\.relu', which _a_function_of_torch reads"),
     (_a_mode, r"c\.training"),
     (_a_hook, r"c\._forward_hooks"),

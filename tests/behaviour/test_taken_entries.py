@@ -122,7 +122,7 @@ def test_an_entry_that_two_stages_use_is_refused(use: Use) -> None:
     """What one stage leaves there, the other one would find, of another micro-batch."""
     pipe = bp.Pipeline(Two(use, last="a"), devices=stages(2), chunks=4)
     with pytest.raises(
-        StateError, match=r"(entry 'a' of .*|a ndarray, .*) on hops \[0, 1\] \(.*test_taken_ent"
+        StateError, match=r"(entry 'a' of .*|an ndarray, .*) on hops \[0, 1\] \(.*test_taken_ent"
     ):
         pipe.forward_backward(torch.randn(8, 4), loss_fn=torch.sum)
 

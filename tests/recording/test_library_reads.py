@@ -236,7 +236,7 @@ class Sparse(nn.Module):
 def test_arrays_that_a_librarys_object_holds_are_read_where_it_is_used() -> None:
     """Other numbers, silently."""
     pipe = bp.Pipeline(Sparse(), devices=stages(2), chunks=4)
-    with pytest.raises(StateError, match="changes a ndarray"):
+    with pytest.raises(StateError, match="changes an ndarray"):
         pipe.forward_backward(torch.randn(8, 4), loss_fn=square)
 
 

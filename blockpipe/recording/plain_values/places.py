@@ -153,7 +153,8 @@ def in_words(owner: Any, key: Any, paths: Mapping[int, str]) -> str:
     if isinstance(owner, type):
         return owner.__qualname__ if key is None else f"{owner.__qualname__}.{key}"
     kind = type(owner).__name__
-    whole = f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
+    is_vowel = kind[0].lower() in "aeiou" or kind == "ndarray"
+    whole = f"{'an' if is_vowel else 'a'} {kind}"
     what = "entry" if isinstance(owner, CONTENTS) else "attribute"
     return whole if key is None else f"{what} {key_text(key)} of {whole}"
 

@@ -88,7 +88,7 @@ def test_a_row_that_the_loss_changes_under_a_name_is_refused() -> None:
         return mse_loss(output, target)
 
     pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
-    with pytest.raises(StateError, match="changes a ndarray on hops"):
+    with pytest.raises(StateError, match="changes an ndarray on hops"):
         pipe.forward_backward(x, target=x, loss_fn=loss)
 
 

@@ -245,8 +245,8 @@ PAIRS = [
     (_sets_element, _reads_beside_another, "a list"),
     (_appends, lambda state, h: h * max(state.recent), "a deque"),
     (_pushes, lambda state, h: h * state.numbers[0], "a list"),
-    (_sets_array, lambda state, h: h * float(state.array[0]), "a ndarray"),
-    (_copies_to_array, lambda state, h: h * float(state.array.sum()), "a ndarray"),
+    (_sets_array, lambda state, h: h * float(state.array[0]), "an ndarray"),
+    (_copies_to_array, lambda state, h: h * float(state.array.sum()), "an ndarray"),
     (_sets_global, lambda state, h: h * FACTOR, "test_shared_values.FACTOR"),
     (_sets_global_entry, lambda state, h: h * LIMITS["k"], "a dict"),
     (_sets_environment, lambda state, h: h * float(os.environ.get("BLOCKPIPE_TEST", 1)), "a dict"),
@@ -287,7 +287,7 @@ def test_variables_of_closures_and_slots_are_seen():
         step(net_of(lambda state, h: h * k, sets))
     with pytest.raises(StateError, match=r"attribute 'k' of a Slotted on hops \[1\]"):
         step(net_of(lambda state, h: h * state.k, sets_slot, Slotted(1.0)))
-    with pytest.raises(StateError, match=r"a ndarray on hops \[1\]"):  # of objects
+    with pytest.raises(StateError, match=r"an ndarray on hops \[1\]"):  # of objects
         step(net_of(lambda state, h: h * array[0], sets_array))
 
 
