@@ -251,3 +251,52 @@ def test_a_hook_that_is_an_object_is_not_read_when_it_is_registered() -> None:
         plain_step(plain, (x,), {}, x, mse_loss, 4)
         assert_same_gradients(net, plain)
     assert net.normed.norm == pytest.approx(plain.normed.norm)
+
+
+class _Rescales:
+    """A loss that registers a hook on what it is given; ``way`` says which."""
+
+    def __init__(self, way: str) -> None:
+        self.norm, self.way = 1.0, way
+
+    def rescale(self, gradient: Tensor) -> Tensor:
+        self.norm = 0.9 * self.norm + 0.1 * gradient.norm().item()
+        return gradient / self.norm
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        def rescaled(gradient: Tensor) -> Tensor:
+            return self.rescale(gradient)
+
+        if self.way == "method":
+            output.register_hook(self.rescale)
+        elif self.way == "lambda":
+            output.register_hook(lambda gradient: self.rescale(gradient))
+        else:
+            output.register_hook(rescaled)
+        return mse_loss(output, target)
+
+
+class _ReadsNorm(_Rescales):
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return super().__call__(output, target) * self.norm
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("way", ["method", "lambda", "function"])
+def test_a_hook_that_the_loss_registers_may_count_in_what_no_other_code_reads(
+    way: str, schedule: str
+) -> None:
+    net, loss, plain_loss = _HookedByObject(), _Rescales(way), _Rescales(way)
+    plain = _HookedByObject()
+    plain.load_state_dict(net.state_dict())
+    pipe = bp.Pipeline(net, devices=["cpu"] * 2, chunks=4, schedule=schedule)
+    x = torch.randn(8, 4)
+    for _ in range(3):
+        net.zero_grad(), plain.zero_grad()
+        pipe.forward_backward(x, target=x, loss_fn=loss)
+        plain_step(plain, (x,), {}, x, plain_loss, 4)
+        assert_same_gradients(net, plain)
+    assert loss.norm == pytest.approx(plain_loss.norm)
+    pipe = bp.Pipeline(_HookedByObject(), devices=["cpu"] * 2, chunks=4, schedule=schedule)
+    with pytest.raises(StateError, match="in a backward"):
+        pipe.forward_backward(x, target=x, loss_fn=_ReadsNorm(way))

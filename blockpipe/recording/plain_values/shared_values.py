@@ -63,7 +63,7 @@ from .places import (
 )
 from .questions.open_questions import any_open
 from .remedies import OF_ARRAY, OF_CHECKPOINT
-from .still_code import frames_of, functions_by_code, hands_on, named_of_unknown
+from .still_code import adds_hooks, frames_of, functions_by_code, hands_on, named_of_unknown
 from .syntax.accesses import Access, accesses_of, is_optional
 from .syntax.effects import EMPTIES, arguments_of, changes_given
 from .syntax.uses import Use
@@ -157,8 +157,26 @@ class SharedValues:
             hop: the hop that it is on, or the number of that hop's backward.
             lasts: whether everything that it uses was there before the forward.
         """
+        self._beside([*frames_of(function, given)], given, hop, lasts=lasts)
+
+    def loss_runs(self, loss_fn: Callable[..., Any], hop: int, *, cut: bool) -> None:
+        """Note what a loss function on a hop may set, or read, and the hooks that it registers.
+
+        Args:
+            loss_fn: the user's function.
+            hop: the hop.
+            cut: whether each hop has a backward of its own.
+        """
+        hooks: list[StillFrame] = []
+        with self.known.beside_loss():
+            self._beside([*frames_of(loss_fn, hooks=hooks)], None, hop, lasts=True)
+        if hooks and cut:
+            self._beside(hooks, None, back(hop), lasts=True)
+        elif cut and adds_hooks(loss_fn):  # nobody knows which
+            self.runs_beside(loss_fn, None, back(hop), lasts=True)
+
+    def _beside(self, frames: list[StillFrame], given: object, hop: int, *, lasts: bool) -> None:
         self._still, self._all_lasts = ApartRun(), lasts
-        frames = [*frames_of(function, given)]
         self.draws.note(frames, hop)
         for still in frames:
             if not lasts:  # a variable of the forward's is another one for each micro-batch

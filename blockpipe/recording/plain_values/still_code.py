@@ -51,7 +51,7 @@ from .syntax.accesses import (
     contexts_of,
     may_set,
 )
-from .syntax.effects import registers_hook
+from .syntax.effects import name_called, registers_hook
 from .syntax.protocols import (
     called_by_name,
     called_by_with,
@@ -64,7 +64,7 @@ from .syntax.uses import Use
 
 _MOST_CALLS = 50  # of one hook, and of what that calls: a guess
 _MADE: Any = types.SimpleNamespace()  # an object that code makes there, which may lead anywhere
-_CACHES = functools._lru_cache_wrapper
+_CACHES, _CODE = functools._lru_cache_wrapper, types.CodeType
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, _CACHES)
 _Call = tuple[Any, Given]  # what is called
 
@@ -189,12 +189,16 @@ def uses_state(function: Callable[..., Any]) -> bool:
     return False
 
 
-def frames_of(function: Callable[..., Any], given: object = None) -> Iterator[StillFrame]:
+def frames_of(
+    function: Callable[..., Any], given: object = None, *, hooks: list[StillFrame] | None = None
+) -> Iterator[StillFrame]:
     """Yield the user's functions that a hook or a loss is and calls, as far as its source tells.
 
     Args:
         function: a function, a method, a module, or another object that can be called.
         given: its first argument, or all that a call gives it; ``None``: it is not known.
+        hooks: gets those that it registers as hooks, and what they call, in their place; ``None``:
+            they are among the others.
     """
     if not isinstance(given, Given):
         given = Given() if given is None else Given((given,))
@@ -218,8 +222,15 @@ def frames_of(function: Callable[..., Any], given: object = None) -> Iterator[St
         first = given.to(called, results, is_first=not seen)
         seen.add(key)
         for still in with_inner(first):
-            yield still
-            todo += _called_by(still)
+            later = () if hooks is None else _registered_by(still)
+            if hooks is not None and still.f_code in _codes_registered(first.f_code):
+                hooks.append(still)
+                later = _called_by(still)
+            else:
+                yield still
+                todo += _called_by(still, registers=hooks is None)
+            for hook, its in later:
+                hooks += frames_of(hook, its)  # type: ignore[operator]
 
 
 def with_inner(first: StillFrame) -> Iterator[StillFrame]:
@@ -276,10 +287,33 @@ def _wrapped_by(function: types.FunctionType) -> Iterator[Any]:
         yield from (each for each in registered.values() if isinstance(each, _FUNCTIONS))
 
 
-def _called_by(still: StillFrame) -> Iterator[_Call]:
-    """Yield what a function calls, and the functions that it hands on."""
+def _registered_by(still: StillFrame) -> Iterator[_Call]:
+    """Yield the functions that a function registers as hooks, but for those inside of it."""
     frame = Frame(still, {}, None)  # type: ignore[arg-type]
     for call in calls_of(still.f_code):
+        if registers_hook(name_called(call)):
+            yield from handed_on_by(call, frame)
+
+
+@functools.lru_cache(1_000)
+def _codes_registered(code: types.CodeType) -> frozenset[types.CodeType]:
+    """Return the functions inside of a function, at any depth, that are registered as hooks."""
+    found, inner = set[types.CodeType](), [c for c in code.co_consts if isinstance(c, _CODE)]
+    given = [one for c in calls_of(code) if registers_hook(name_called(c)) for one in c.args]
+    names = {one.id for one in given if isinstance(one, ast.Name)}
+    lines = {one.lineno for one in given if isinstance(one, ast.Lambda)}
+    for one in inner:
+        is_lambda = one.co_name == "<lambda>" and one.co_firstlineno in lines
+        found |= {one} if is_lambda or one.co_name in names else _codes_registered(one)
+    return frozenset(found)
+
+
+def _called_by(still: StillFrame, *, registers: bool = True) -> Iterator[_Call]:
+    """Yield what a function calls, and the functions that it hands on; also to be hooks."""
+    frame = Frame(still, {}, None)  # type: ignore[arg-type]
+    for call in calls_of(still.f_code):
+        if not registers and registers_hook(name_called(call)):
+            continue
         given = Given.by(call, frame)
         yield from ((function, given) for function in _chosen_by(call.func, frame))
         yield from handed_on_by(call, frame)

@@ -33,7 +33,7 @@ from ..plain_values.begun_anew import set_beside
 from ..plain_values.evaluation.index_uses import IndexUses
 from ..plain_values.kinds import traced_on, turning_values
 from ..plain_values.shared_values import SharedValues
-from ..plain_values.still_code import adds_hooks, hooks_in, may_set_by
+from ..plain_values.still_code import hooks_in, may_set_by
 from ..plain_values.taken_in import made_in, made_since
 from ..plain_values.tensors.shared_tensors import note_shared_tensors
 from ..plain_values.tensors.tensor_uses import ForwardsTensors
@@ -311,10 +311,7 @@ def _note_code_beside(request: RecordRequest, recorder: Recorder, values: Shared
         _note_late(recorder, values)
     if request.loss_fn is not None:
         hop = max(recorder.hop, 0)
-        with values.known.beside_loss():
-            values.runs_beside(request.loss_fn, None, hop, lasts=True)
-        if request.cut and adds_hooks(request.loss_fn):  # which a later backward calls
-            values.runs_beside(request.loss_fn, None, back(hop), lasts=True)
+        values.loss_runs(request.loss_fn, hop, cut=request.cut)
         recorder.backward_code.beside.note(request.loss_fn, None, hop)
 
 
