@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.functional import mse_loss
 
 import blockpipe as bp
@@ -133,6 +134,95 @@ def test_a_norm_that_may_leave_off_learning_is_refused_where_backwards_are_late(
     pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule=schedule)
     with pytest.raises(StateError, match=r"writes? to buffer '0.norm.running_mean'"):
         pipe.forward_backward(HOT, target=Y, loss_fn=mse_loss)
+
+
+class CountsAsItself(nn.BatchNorm1d):
+    """A norm that says in its own forward whether it learns: ``ways`` of each count."""
+
+    def __init__(self, ways: Callable[["CountsAsItself", Tensor], Tensor]) -> None:
+        super().__init__(4)
+        self.n, self.ways = 0, ways
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        return self.ways(self, x)
+
+    def normed(self, x: Tensor, learns: bool) -> Tensor:
+        statistics = self.running_mean, self.running_var
+        return F.batch_norm(x, *statistics, self.weight, self.bias, learns)
+
+
+def _by_count(net: CountsAsItself, x: Tensor) -> Tensor:
+    return F.batch_norm(x, net.running_mean, net.running_var, training=net.n % 3 != 0)
+
+
+def _by_local_variable(net: CountsAsItself, x: Tensor) -> Tensor:
+    learns = net.training and net.n % 3 == 0
+    return F.batch_norm(x, net.running_mean, net.running_var, net.weight, net.bias, learns)
+
+
+def _torchs_own_by_name(net: CountsAsItself, x: Tensor) -> Tensor:
+    return torch.batch_norm(
+        x, net.weight, net.bias, net.running_mean, net.running_var, net.n > 2, 0.1, 1e-5, False
+    )
+
+
+def _now_and_then_as_its_class(net: CountsAsItself, x: Tensor) -> Tensor:
+    if net.n % 3:
+        return F.batch_norm(x, net.running_mean, net.running_var, training=False)
+    return nn.BatchNorm1d.forward(net, x)
+
+
+def _mostly_as_its_class(net: CountsAsItself, x: Tensor) -> Tensor:
+    if net.n % 3:
+        return nn.BatchNorm1d.forward(net, x)
+    return F.batch_norm(x, net.running_mean, net.running_var, training=False)
+
+
+def _by_data(net: CountsAsItself, x: Tensor) -> Tensor:
+    return F.batch_norm(x, net.running_mean, net.running_var, training=bool(x.mean() > 0))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(
+    "ways",
+    [
+        *(_by_count, _by_local_variable, _torchs_own_by_name, _by_data),
+        *(_now_and_then_as_its_class, _mostly_as_its_class),
+    ],
+)
+def test_a_function_that_normalizes_and_may_learn_is_refused_where_backwards_are_late(
+    ways: Callable[[CountsAsItself, Tensor], Tensor], schedule: str
+) -> None:
+    """Attack 49: a mode that is an argument, and a branch to the class's own forward."""
+    layers = nn.Linear(4, 4), CountsAsItself(ways), nn.Linear(4, 4)
+    net = bp.begin_blocks(nn.Sequential(*layers), {"2": 1})
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule=schedule)
+    x = HOT * torch.tensor([[1.0], [1.0], [-1.0], [-1.0]]).repeat(2, 1)
+    with pytest.raises(StateError, match=r"writes? to buffer '1.running_mean'"):
+        pipe.forward_backward(x, target=Y, loss_fn=mse_loss)
+
+
+@pytest.mark.parametrize("learns", [lambda n: True, lambda n: False, lambda n: n.training])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_function_that_normalizes_in_one_mode_trains_as_plain(
+    learns: Callable[[nn.Module], bool], schedule: str
+) -> None:
+    layers = (
+        nn.Linear(4, 4),
+        CountsAsItself(lambda n, x: n.normed(x, learns(n))),
+        nn.Linear(4, 4),
+    )
+    net = nn.Sequential(*layers)
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(
+        bp.begin_blocks(net, {"2": 1}), devices=stages(2), chunks=4, schedule=schedule
+    )
+    for _ in range(2):
+        net.zero_grad(), plain.zero_grad()
+        plain_step(plain, (X,), {}, Y, mse_loss, 4)
+        pipe.forward_backward(X, target=Y, loss_fn=mse_loss)
+        assert_same_gradients(net, plain)
 
 
 @pytest.mark.parametrize(

@@ -286,6 +286,7 @@ class SharedValues:
 
     def _note_call(self, access: Access, frame: Frame, hop: int) -> None:
         """Note what a function in C reads by names, and the use of what a cache keeps."""
+        self.missed.note_norm(access, frame, hop, of_forward=True)
         for owner, key in asked_by_call(access.node, frame):
             if owner is UNKNOWN:
                 self._reads_any(key, access, frame, hop)

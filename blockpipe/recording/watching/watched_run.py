@@ -336,9 +336,10 @@ def _note_late(recorder: Recorder, values: SharedValues) -> None:
     for tensor, hop, where in values.tensors.read_late:
         if not late.memory.knows(recorder.stand_in(tensor)):  # else it is no alias
             late.reads.in_code(tensor, hop, where)
-    for written in values.untaken.may_write():
+    for written in (*values.untaken.may_write(), *values.missed.statistics):
         late.may_write(*written)
-    for statistic in values.untaken.may_read_late():
+    learned = (tensor for tensor, _, _ in values.missed.statistics)
+    for statistic in (*values.untaken.may_read_late(), *learned):
         late.reads.may_read(statistic)
     recorder.result.late_backwards = list(late.found())
     recorder.result.late_if_packed = list(late.found_if_packed())

@@ -22,7 +22,7 @@ from ..questions.open_questions import any_open
 from ..syntax.accesses import Access, accesses_of, conditions_of, sources_of
 from ..values import SharedValue, shared_change
 from .tensor_uses import ForwardsTensors, gradient_changes
-from .used_tensors import GRADIENT, uses_of
+from .used_tensors import GRADIENT, mode_of_norm, uses_of
 
 _REMEDY = "read and write it on one hop"
 _DECIDES = (bool, int, float, str, type(None), list, tuple, dict)
@@ -36,10 +36,12 @@ class MissedTensors:
 
     Attributes:
         lasts: says whether a tensor outlives the forward.
+        statistics: those of normalizations that may learn or not, with the hop and the line.
     """
 
     def __init__(self, known: KnownValues) -> None:
         self._known_values = known
+        self.statistics: list[tuple[Tensor, int, str]] = []
         # By the tensor, what of it, and whether it is for other sizes alone.
         self._known: dict[tuple[int, str, bool], SharedValue] = {}
         self.lasts: Callable[[Tensor], bool] = lambda tensor: False
@@ -57,6 +59,7 @@ class MissedTensors:
         if not by_size and self.is_closed(found[0].node, frame):
             return False
         for access in found:
+            self.note_norm(access, frame, hop, of_forward=False)
             line = frame.line_of(access.node)
             with contextlib.suppress(Exception):  # of an object that cannot be looked at
                 for use in uses_of(access, frame, self.lasts):
@@ -70,6 +73,23 @@ class MissedTensors:
                     if use.reads:
                         known.is_read(hop, line)
         return True
+
+    def note_norm(self, access: Access, frame: Frame, hop: int, *, of_forward: bool) -> None:
+        """Note a call of a function that normalizes, if it may learn statistics in one forward and
+        only read them in another: so does one in such a branch.
+
+        Args:
+            access: the call.
+            frame: the frame that it is in.
+            hop: the hop that it is on.
+            of_forward: whether it counts only if the forward has run it.
+        """
+        mode, known = mode_of_norm(access.node), self._known_values
+        if mode is None or (of_forward and not (known.is_run and any_open([mode], frame, known))):
+            return
+        with contextlib.suppress(Exception):  # of an object that cannot be looked at
+            line, uses = frame.line_of(access.node), uses_of(access, frame, self.lasts)
+            self.statistics += [(use.tensor, hop, line) for use in uses if use.writes]
 
     def note_still(self, still: StillFrame, hop: int) -> None:
         """Note what a function would do that such a branch calls."""

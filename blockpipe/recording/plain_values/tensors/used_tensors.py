@@ -41,6 +41,7 @@ _VIEWS = frozenset(  # methods whose result may have the tensor's memory
 )
 _NORMS = ("batch_norm", "instance_norm")
 _STATISTICS = ("running_mean", "running_var")
+_MODES = ("training", "use_input_stats")  # of these functions, as arguments: the sixth by position
 
 
 class TensorUse(NamedTuple):
@@ -131,6 +132,9 @@ def _by_call(node: ast.Call, found: _Found) -> Iterator[TensorUse]:
     name, keywords = name_called(node), {one.arg: one.value for one in node.keywords}
     inplace = keywords.get("inplace", ast.Constant(getattr(function, "inplace", False)))
     written = list[ast.expr]()
+    if name == "forward":  # of a module's class: ``super().forward(x)``
+        first = found.frame.evaluated(node.args[0]) if node.args else None
+        function = getattr(function, "__self__", first)
     if isinstance(function, nn.Module):
         for module in within(function):
             held = [*parameters_of(module).values(), *buffers_of(module).values()]
@@ -139,7 +143,8 @@ def _by_call(node: ast.Call, found: _Found) -> Iterator[TensorUse]:
                     is_written = _updates(module, tensor)
                     yield TensorUse(tensor, CONTENT, reads=True, writes=is_written)
     elif name in _NORMS:
-        written = [*node.args[1:3], *(keywords[n] for n in _STATISTICS if n in keywords)]
+        by_position = node.args[3:5] if function is torch.batch_norm else node.args[1:3]
+        written = [*by_position, *(keywords[n] for n in _STATISTICS if n in keywords)]
     elif writes_in_place(name):
         written = node.args[:1]
     if found.frame.evaluated(inplace) is True:
@@ -147,6 +152,14 @@ def _by_call(node: ast.Call, found: _Found) -> Iterator[TensorUse]:
     for one in written:
         for tensor in found.behind(one):
             yield TensorUse(tensor, CONTENT, reads=True, writes=True)
+
+
+def mode_of_norm(node: ast.expr) -> ast.expr | None:
+    """Return what says in a call whether a normalization learns; ``None``: it is no such call."""
+    if not isinstance(node, ast.Call) or name_called(node) not in _NORMS:
+        return None
+    by_name = [one.value for one in node.keywords if one.arg in _MODES]
+    return next(iter([*by_name, *node.args[5:6]]), None)
 
 
 def _updates(module: nn.Module, tensor: Tensor) -> bool:

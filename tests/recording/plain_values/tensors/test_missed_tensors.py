@@ -104,12 +104,12 @@ def test_a_write_and_a_read_on_two_stages_are_refused(
 
 
 def _hook_writes(net: Net, h: Tensor) -> Tensor:
-    h.register_hook(lambda gradient: [net.plain.mul_(0.5).add_(gradient.mean(0))].clear())
+    h.register_hook(lambda gradient: [net.plain.mul_(0.5).add_(gradient.mean(0).cpu())].clear())
     return h
 
 
 def _hook_reads(net: Net, h: Tensor) -> Tensor:
-    h.register_hook(lambda gradient: gradient * net.plain)
+    h.register_hook(lambda gradient: gradient * net.plain.to(gradient.device))
     return h
 
 
@@ -127,7 +127,9 @@ def test_hooks_of_one_stage_and_a_branch_of_another_are_refused(
 
 
 def _hook_writes_unseen(net: Net, h: Tensor) -> Tensor:
-    h.register_hook(lambda gradient: [net.plain.data.mul_(0.5).add_(gradient.mean(0))].clear())
+    h.register_hook(
+        lambda gradient: [net.plain.data.mul_(0.5).add_(gradient.mean(0).cpu())].clear()
+    )
     return h
 
 
