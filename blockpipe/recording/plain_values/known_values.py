@@ -19,7 +19,7 @@ from ..reads import NamesRead
 from ..recording import Recording
 from .begun_anew import note_begun
 from .evaluation.members import ALL, BY_ARGUMENT, BY_NAME, NEEDS_GRADIENT, Names, member_of
-from .places import CODE, attribute_of, has_tensors, named, space_of
+from .places import CODE, attribute_of, has_tensors, is_content, named, space_of
 from .remedies import (
     OF_FORWARD,
     OF_LOSS,
@@ -166,8 +166,9 @@ class KnownValues:
             known.is_set(hop, line, calls)
             known.written_on.add(hop)
             known.is_constant = False
-            if again:
-                known.set_again_on.add(hop)
+            if place is not ALL and not is_content(owner):  # ``self.__dict__.pop(name)``
+                known.is_traced, known.is_fixed = True, False
+            known.set_again_on |= {hop} if again else set()
 
     def changed(self, owner: Any, key: Any, hops: set[int], where: str) -> None:
         """Something has changed, whoever did it: also code that is not traced.
@@ -185,8 +186,7 @@ class KnownValues:
         is_read = (space_of(BY_NAME), key) in self._values or any(
             self.libraries.asked_for(owner, key)
         )
-        if known is None and is_read:
-            known = self.at(owner, key)
+        known = self.at(owner, key) if known is None and is_read else known
         if known is not None and not (known.is_traced and key is not None):
             known.set_on |= hops
             known.written_on |= hops
