@@ -134,9 +134,6 @@ class ForwardMode(TorchFunctionMode):
     def saw_checkpoint(self, recompute: Callable[..., Any]) -> None:
         """Note a ``torch.utils.checkpoint`` in the glue, and what runs its function again."""
 
-    def begins_checkpoint(self, kept: object) -> None:
-        """Note what torch keeps of a ``torch.utils.checkpoint`` that begins, in a module too."""
-
     def saw_setting(self) -> None:
         """Note that a setting of torch or of the process may have changed."""
 

@@ -3,7 +3,7 @@ that are copied once."""
 
 import itertools
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -128,6 +128,8 @@ class StepContext:
         self.isolate_as = isolate_as
         self.isolate = isolate_as is not None
         self.observer = observer
+        # Is told what torch keeps of each torch.utils.checkpoint that begins, and on which hop.
+        self.on_checkpoint: Callable[[object, int], None] = lambda kept, hop: None
         self.comparisons: Comparisons | None = None  # of what a first step recomputes
         self.carried_values: CarriedValues | None = None  # that it must leave alone
         self.lent = CopySources()  # the caller's tensors, and the model's, that are being copied

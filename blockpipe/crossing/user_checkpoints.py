@@ -239,7 +239,7 @@ class _WatchedHook(CheckpointHook):  # type: ignore[misc]
         self._under_way: tuple[MicrobatchRun, Callable[[int], None]] | None = None
         mode = active_mode()
         if mode is not None:
-            mode.begins_checkpoint(recomputed)
+            mode.run.step.on_checkpoint(recomputed, max(mode.run.place.hop, 0))
         if mode is not None and not mode.inside:
             mode.saw_checkpoint(recomputed.recompute_fn)
             recomputed.recompute_fn = recompute_spec = Checkpoint(mode.run, recomputed.recompute_fn)

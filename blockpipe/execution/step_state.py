@@ -1,7 +1,9 @@
 """What the micro-batches of one step share: the context of their runs, their results, their random
 streams."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from ..devices.devices import is_asynchronous
 from ..devices.digests import Comparisons
 from ..devices.observer import Watch
 from ..preparation.prepared import Prepared
+from ..recording.entries import Hop
 from .microbatch.attribute_uses import AttributeUses
 from .microbatch.kept_values import KeptValues
 from .microbatch.left_kinds import LeftKinds, LeftTrained
@@ -180,9 +183,18 @@ def _context(
         cut=request.is_cut,
         split=not isinstance(schedule, str) or schedule.startswith(("zb", "auto")),
     )
-    return StepContext(
+    context = StepContext(
         *(prepared.route, prepared.homes, prepared.devices, graphs, prepared.known_forward),
         sources=randomness.sources,
         isolate_as=request.isolate_as,
         observer=request.observer,
     )
+    context.on_checkpoint = partial(_begins_checkpoint, prepared.recording.hops)
+    return context
+
+
+def _begins_checkpoint(hops: Sequence[Hop], kept: object, hop: int) -> None:
+    """Note that a ``torch.utils.checkpoint`` begins on a hop, which the recording may not have met,
+    and which may go on on later ones: their backwards set the states of generators."""
+    for info in hops[hop:]:
+        info.reruns_forward = True

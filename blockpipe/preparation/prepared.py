@@ -169,7 +169,7 @@ class Prepared:
         """The attributes that the forward sets or reads."""
         return KnownAttributes(self.recording.attributes)
 
-    @cached_property
+    @property
     def runs_code_in_backwards(self) -> bool:
         """Whether backwards run code of the user's, as hooks and checkpoints do."""
         hops = self.recording.hops

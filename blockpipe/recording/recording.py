@@ -109,6 +109,8 @@ class Recording:
     """What it sets and reads of objects, and on which stages."""
     may_write: dict[str, set[int]] = field(default_factory=dict, repr=False)
     """The tensors that such a branch writes, by their names, with its hops."""
+    may_use: dict[str, set[int]] = field(default_factory=dict, repr=False)
+    """The parameters and buffers that such a branch reads or writes, if data may lead there."""
     switches: bool = False  # whether it sets switches of torch or the process for a while
     changes_process: bool = False  # where it prints to, or what it warns of, for a while
     writes_inputs: bool = False  # whether it writes in place to its arguments

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
 
 import blockpipe as bp
 from blockpipe.errors import StateError
@@ -134,6 +135,30 @@ def test_a_norm_that_may_leave_off_learning_is_refused_where_backwards_are_late(
     pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule=schedule)
     with pytest.raises(StateError, match=r"writes? to buffer '0.norm.running_mean'"):
         pipe.forward_backward(HOT, target=Y, loss_fn=mse_loss)
+
+
+class ChecksNowAndThen(nn.Module):
+    """Runs a module that keeps statistics in a checkpoint, in each second forward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.lin, self.inner, self.n = nn.Linear(4, 4), inner, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        h = self.lin(x)
+        return checkpoint(self.inner, h, use_reentrant=False) if self.n % 2 == 0 else h
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_checkpoint_of_a_norm_that_no_recording_has_met_is_refused(schedule: str) -> None:
+    """Attack 49: the norm learned once more, behind later forwards."""
+    net = nn.Sequential(ChecksNowAndThen(nn.BatchNorm1d(4)), nn.Linear(4, 4))
+    pipe = bp.Pipeline(
+        bp.begin_blocks(net, {"1": 1}), devices=stages(2), chunks=4, schedule=schedule
+    )
+    with pytest.raises(StateError, match=r"buffer '0.inner.num_batches_tracked'"):
+        pipe.forward_backward(X, target=Y, loss_fn=mse_loss)
 
 
 class CountsAsItself(nn.BatchNorm1d):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import blockpipe as bp
 from blockpipe.preparation import prepared
@@ -128,6 +129,39 @@ def test_numbers_of_pythons_and_numpys_that_begin_late_are_told(draw):
     with pytest.warns(UserWarning, match="depended on timing; from the next step on"):
         pipe.forward_backward(LOW, target=Y, loss_fn=F.mse_loss)
     pipe.forward_backward(LOW, target=Y, loss_fn=F.mse_loss)
+
+
+class NowAndThen(nn.Linear):
+    """Runs in a checkpoint in each second forward, which draws nothing."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        own = super().forward
+        return checkpoint(own, x, use_reentrant=False) if self.calls % 2 == 0 else own(x)
+
+
+@pytest.mark.cpu("whether stages overlap")
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_checkpoint_that_no_recording_has_met_leaves_other_stages_their_numbers(schedule):
+    """Attack 49: to run it again sets the generator's state, while another stage drew."""
+
+    def losses(schedule: str) -> list[float]:
+        torch.manual_seed(0)
+        layers = nn.Sequential(NowAndThen(16, 16), nn.Sequential(nn.Dropout(0.5), nn.Linear(16, 3)))
+        bp.begin_blocks(layers, {"1": 1})
+        pipe = bp.Pipeline(layers, devices=stages(2), chunks=8, schedule=schedule)
+        x, y = torch.randn(32, 16), torch.randn(32, 3)
+        return [
+            pipe.forward_backward(x, target=y, loss_fn=F.mse_loss).loss.item() for _ in range(4)
+        ]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        expected = losses("sequential")
+        for _ in range(3):
+            assert losses(schedule) == expected
 
 
 class Slow(Net):

@@ -47,8 +47,9 @@ class BackwardWrites:
         deferred = {} if prepared.batch_norm is None else prepared.batch_norm.modules
         for name, slots, key, _ in all_slots(prepared.model, buffers_of):
             if name in held and name.rpartition(".")[0] not in deferred:
-                look = _in_slot(slots, key)
-                reads.append((held[name].hops, f"buffer {name!r}", held[name].where, look))
+                look, info = _in_slot(slots, key), held[name]
+                hops = info.hops or [*recording.may_use.get(info.name, ())]
+                reads.append((hops, f"buffer {name!r}", info.where, look))
         for outside in recording.outside:
             if outside.tensor is not None:
                 reads.append((outside.hops, outside.name, outside.where, outside.tensor))

@@ -239,6 +239,10 @@ class BackwardCode:
         """Note the function by which an operator of the user's computes on a hop."""
         self.operators[id(function), hop] = function, hop
 
+    def begins_checkpoint(self, kept: object, hop: int) -> None:
+        """Note what torch keeps of a checkpoint, in a module too."""
+        self.checkpoints.append(weakref.ref(kept))
+
     def forget(self) -> None:
         """Release the graph that the functions' contexts are in, and which keeps itself where the
         function of a checkpoint has its result: no backward runs that."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 import types
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -157,9 +156,6 @@ class RecordingMode(CrossingMode):
 
     def saw_checkpoint(self, recompute: Callable[..., Any]) -> None:
         self.recorder.note_checkpoint(recompute)
-
-    def begins_checkpoint(self, kept: object) -> None:
-        self.recorder.backward_code.checkpoints.append(weakref.ref(kept))
 
     def saw_setting(self) -> None:
         self.recorder.changes.at_operation(self.recorder.hop_here())

@@ -166,6 +166,7 @@ def _watching(request: RecordRequest, result: Recording, holders: list[Holder]) 
     recorder = Recorder(step, cursor, result, activations, request.unhookable)
     recorder.calls.compiled = {path for path, module in modules.items() if is_compiled(module)}
     recorder.check_interrupts = request.signals.check
+    step.on_checkpoint = recorder.backward_code.begins_checkpoint
     recorder.held, recorder.stand_ins = held_tensors(model, result), request.stand_ins
     memory = LastingMemory(recorder.held, [*model.parameters(), *model.buffers()])
     around = recorder.hop_here, lambda: recorder.costs.function, recorder.custom.is_in_reentrant

@@ -3,6 +3,7 @@ loss, and branches that were not taken."""
 
 from __future__ import annotations
 
+from ...entries import TensorInfo
 from ...recording import Recording
 from .missed_tensors import MissedTensors
 from .tensor_uses import ForwardsTensors, TensorUses
@@ -31,6 +32,10 @@ def note_shared_tensors(
     result.shared_changes += beside.shared(forward, in_branches)
     result.shared_changes += (found := [*missed.shared(forward)])
     result.may_write = untaken.writes(forward)
+    for used in in_branches.values():
+        info = forward.told(used.owner)[1]
+        if isinstance(info, TensorInfo):
+            result.may_use.setdefault(info.name, set()).update(used.read_on | used.set_on)
     if not found:
         by_size = missed.shared_by_size(forward)
         result.turns_by_size = result.turns_by_size or by_size

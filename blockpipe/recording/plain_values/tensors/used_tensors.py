@@ -136,12 +136,7 @@ def _by_call(node: ast.Call, found: _Found) -> Iterator[TensorUse]:
         first = found.frame.evaluated(node.args[0]) if node.args else None
         function = getattr(function, "__self__", first)
     if isinstance(function, nn.Module):
-        for module in within(function):
-            held = [*parameters_of(module).values(), *buffers_of(module).values()]
-            for tensor in held:
-                if tensor is not None and found.lasts(tensor):
-                    is_written = _updates(module, tensor)
-                    yield TensorUse(tensor, CONTENT, reads=True, writes=is_written)
+        yield from _by_module(function, found)
     elif name in _NORMS:
         by_position = node.args[3:5] if function is torch.batch_norm else node.args[1:3]
         written = [*by_position, *(keywords[n] for n in _STATISTICS if n in keywords)]
@@ -152,6 +147,18 @@ def _by_call(node: ast.Call, found: _Found) -> Iterator[TensorUse]:
     for one in written:
         for tensor in found.behind(one):
             yield TensorUse(tensor, CONTENT, reads=True, writes=True)
+    for one in node.args:  # ``checkpoint(self.norm, h)``
+        handed_on = found.frame.evaluated(one)
+        if isinstance(handed_on, nn.Module) and not is_looked_into(handed_on):
+            yield from _by_module(handed_on, found)
+
+
+def _by_module(root: nn.Module, found: _Found) -> Iterator[TensorUse]:
+    """Yield what a call of a library's module does with its tensors."""
+    for module in within(root):
+        for tensor in (*parameters_of(module).values(), *buffers_of(module).values()):
+            if tensor is not None and found.lasts(tensor):
+                yield TensorUse(tensor, CONTENT, reads=True, writes=_updates(module, tensor))
 
 
 def mode_of_norm(node: ast.expr) -> ast.expr | None:

@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 import blockpipe as bp
 from blockpipe.errors import StateError
 
-from ...parity import assert_same_gradients, plain_step
+from ..parity import assert_same_gradients, plain_step
 
 
 class _Cached(nn.Module):
