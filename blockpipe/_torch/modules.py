@@ -189,7 +189,8 @@ its ``forward``. To see or stand in for that, there is no public way."""
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile`` wraps a module, or compiled it in place: its wrapper has the module
     in ``_orig_mod``, and its class is not public."""
-    return hasattr(module, "_orig_mod") or module.__dict__.get(COMPILED_CALL) is not None
+    own = module.__dict__  # a class's own __getattr__ is not asked
+    return "_orig_mod" in own.get("_modules", own) or own.get(COMPILED_CALL) is not None
 
 
 CALL = "_call_impl"
