@@ -27,12 +27,15 @@ def note_begun(
         values: all that is known, by the place.
         overlapping: returns the values that overlap with one.
     """
+    begun = [value for value in values.values() if value.begun_on]
     if not any(value.beside_on for value in values.values()):
+        for known in begun:
+            known.begun_on = {}
         return
     by_space = defaultdict[int, list[SharedValue]](list)
     for (space, _), value in values.items():
         by_space[space].append(value)
-    for known in [value for value in values.values() if value.begun_on]:
+    for known in begun:
         inside = by_space.get(space_of(member_of(known.owner, known.key)), [])
         updated, used = dict[int, str](), set[int]()
         for same in ([known, *overlapping(known)], inside):
