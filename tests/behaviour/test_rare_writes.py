@@ -137,6 +137,11 @@ def test_a_norm_that_may_leave_off_learning_is_refused_where_backwards_are_late(
         pipe.forward_backward(HOT, target=Y, loss_fn=mse_loss)
 
 
+def _piped(net: nn.Sequential, schedule: str) -> bp.Pipeline:
+    marked = bp.begin_blocks(net, {"1": 1})
+    return bp.Pipeline(marked, devices=stages(2), chunks=4, schedule=schedule)
+
+
 class ChecksNowAndThen(nn.Module):
     """Runs a module that keeps statistics in a checkpoint, in each second forward."""
 
@@ -154,11 +159,66 @@ class ChecksNowAndThen(nn.Module):
 def test_a_checkpoint_of_a_norm_that_no_recording_has_met_is_refused(schedule: str) -> None:
     """Attack 49: the norm learned once more, behind later forwards."""
     net = nn.Sequential(ChecksNowAndThen(nn.BatchNorm1d(4)), nn.Linear(4, 4))
-    pipe = bp.Pipeline(
-        bp.begin_blocks(net, {"1": 1}), devices=stages(2), chunks=4, schedule=schedule
-    )
+    pipe = _piped(net, schedule)
     with pytest.raises(StateError, match=r"buffer '0.inner.num_batches_tracked'"):
         pipe.forward_backward(X, target=Y, loss_fn=mse_loss)
+
+
+class ReadsAgain(nn.Module):
+    """Runs a function in a checkpoint, in each second forward; ``sets`` says what forwards set."""
+
+    def __init__(self, sets: str, read: Callable[["ReadsAgain", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.lin, self.n, self.sets, self.read = nn.Linear(4, 4), 0, sets, read
+        self.scale, self.mask, self.still = 1.0, torch.ones(4), torch.ones(4)
+        self.register_buffer("mean", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.lin(x).tanh()
+        self.n += 1
+        if self.sets == "scale":
+            self.scale *= 0.9
+        elif self.sets == "mask":
+            self.mask = (h.detach().mean(0) > 0).float()
+        elif self.sets == "mean":
+            self.mean.mul_(0.9).add_(h.detach().mean(0))
+        return checkpoint(self.again, h, use_reentrant=False) if self.n % 2 == 0 else h
+
+    def again(self, h: Tensor) -> Tensor:
+        return self.read(self, h).sin()
+
+
+READS: dict[str, Callable[[ReadsAgain, Tensor], Tensor]] = {
+    "scale": lambda net, h: h * net.scale,
+    "mask": lambda net, h: h * net.mask,
+    "mean": lambda net, h: h + net.mean,
+}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("name", READS)
+def test_what_a_checkpoint_reads_once_more_that_no_recording_has_met_is_refused(
+    name: str, schedule: str
+) -> None:
+    """Attack 50: it read what a later forward had set."""
+    net = nn.Sequential(ReadsAgain(name, READS[name]), nn.Linear(4, 4))
+    pipe = _piped(net, schedule)
+    with pytest.raises(StateError, match=f"changes 0.{name}|changes buffer|writes to buffer"):
+        pipe.forward_backward(X, target=Y, loss_fn=mse_loss)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_checkpoint_that_reads_what_nobody_sets_trains_as_plain(schedule: str) -> None:
+    net = nn.Sequential(
+        ReadsAgain("", lambda net, h: h * net.still.to(h.device) * net.scale), nn.Linear(4, 4)
+    )
+    plain = copy.deepcopy(net)
+    pipe = _piped(net, schedule)
+    for _ in range(2):
+        net.zero_grad(), plain.zero_grad()
+        plain_step(plain, (X,), {}, Y, mse_loss, 4)
+        pipe.forward_backward(X, target=Y, loss_fn=mse_loss)
+        assert_same_gradients(net, plain)
 
 
 class CountsAsItself(nn.BatchNorm1d):

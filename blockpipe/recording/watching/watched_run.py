@@ -339,6 +339,8 @@ def _note_late(recorder: Recorder, values: SharedValues) -> None:
             late.reads.in_code(tensor, hop, where)
     for written in (*values.untaken.may_write(), *values.missed.statistics):
         late.may_write(*written)
+    for read in values.missed.again:
+        late.reads.in_code(*read)
     learned = (tensor for tensor, _, _ in values.missed.statistics)
     for statistic in (*values.untaken.may_read_late(), *learned):
         late.reads.may_read(statistic)

@@ -41,9 +41,10 @@ from ..syntax.accesses import (
 )
 from ..syntax.branches import Turn, is_in
 from ..syntax.deciders import is_missed
-from ..syntax.effects import ASKS_SHAPE, name_called
+from ..syntax.effects import ASKS_SHAPE, CHECKPOINTS, name_called
 from ..tensors.missed_tensors import MissedTensors
 from ..tensors.untaken_branches import UntakenBranches
+from ..values import back
 from .missed_calls import MissedCalls
 
 # A recording finds the same ones of these, whatever the data.
@@ -246,10 +247,13 @@ class MissedBranches:
     ) -> None:
         self._note(accesses, frame.frame, hop)
         may_run = self._tensors.note(accesses, frame, hop)
+        again = any(name_called(access.node) in CHECKPOINTS for access in accesses)
         for still in self._calls.behind(accesses, frame, hop, by_size=by_size):
             self._note_still(still, hop)
+            if again:
+                self._note_still(still, back(hop))
             if may_run:
-                self._tensors.note_still(still, hop)
+                self._tensors.note_still(still, hop, again=again)
 
     def _note_others_of_run(
         self,

@@ -27,6 +27,8 @@ WRITES = frozenset(
         *("__setitem__", "__delitem__", "__iadd__", "__ior__", "__iand__", "__isub__", "__imul__"),
     ]
 )
+CHECKPOINTS = ("checkpoint", "checkpoint_sequential")
+"""Functions that call what they are given, and once more in the backward."""
 EMPTIES = frozenset(["clear", "truncate", "reset"])
 """Those of these methods after which nothing is left of what was there."""
 # Functions of libraries that change what they are given first, most of them code in C.

@@ -37,11 +37,13 @@ class MissedTensors:
     Attributes:
         lasts: says whether a tensor outlives the forward.
         statistics: those of normalizations that may learn or not, with the hop and the line.
+        again: what the functions of checkpoints read, once more in the backward; likewise.
     """
 
     def __init__(self, known: KnownValues) -> None:
         self._known_values = known
         self.statistics: list[tuple[Tensor, int, str]] = []
+        self.again: list[tuple[Tensor, int, str]] = []
         # By the tensor, what of it, and whether it is for other sizes alone.
         self._known: dict[tuple[int, str, bool], SharedValue] = {}
         self.lasts: Callable[[Tensor], bool] = lambda tensor: False
@@ -91,11 +93,16 @@ class MissedTensors:
             line, uses = frame.line_of(access.node), uses_of(access, frame, self.lasts)
             self.statistics += [(use.tensor, hop, line) for use in uses if use.writes]
 
-    def note_still(self, still: StillFrame, hop: int) -> None:
-        """Note what a function would do that such a branch calls."""
+    def note_still(self, still: StillFrame, hop: int, *, again: bool = False) -> None:
+        """Note what a function would do that such a branch calls, or a checkpoint there."""
         for accesses in accesses_of(still.f_code).values():
             still.f_lineno = accesses[0].node.lineno
-            self.note(accesses, Frame(still, {}, None), hop)  # type: ignore[arg-type]
+            frame = Frame(still, {}, None)  # type: ignore[arg-type]
+            self.note(accesses, frame, hop)
+            for access in accesses if again else ():
+                with contextlib.suppress(Exception):  # of an object that cannot be looked at
+                    line, uses = frame.line_of(access.node), uses_of(access, frame, self.lasts)
+                    self.again += [(use.tensor, hop, line) for use in uses if use.reads]
 
     def is_closed(self, node: ast.expr, frame: Frame) -> bool:
         """Return whether a condition around code is known to be the same for all data, and keeps

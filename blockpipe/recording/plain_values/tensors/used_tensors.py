@@ -25,7 +25,7 @@ from ..evaluation.targets import bound_by
 from ..places import is_looked_into
 from ..syntax.accesses import Access, assignments_of, loops_by_name
 from ..syntax.contents import alternatives
-from ..syntax.effects import ASKS_SHAPE, name_called, writes_in_place
+from ..syntax.effects import ASKS_SHAPE, CHECKPOINTS, name_called, writes_in_place
 from ..syntax.uses import Use
 
 CONTENT, GRADIENT = "content", "grad"
@@ -41,7 +41,6 @@ _VIEWS = frozenset(  # methods whose result may have the tensor's memory
 )
 _NORMS = ("batch_norm", "instance_norm")
 _STATISTICS = ("running_mean", "running_var")
-_CHECKPOINTS = ("checkpoint", "checkpoint_sequential")  # functions that call a module
 _MODES = ("training", "use_input_stats")  # of these functions, as arguments: the sixth by position
 
 
@@ -148,7 +147,7 @@ def _by_call(node: ast.Call, found: _Found) -> Iterator[TensorUse]:
     for one in written:
         for tensor in found.behind(one):
             yield TensorUse(tensor, CONTENT, reads=True, writes=True)
-    for one in node.args if name in _CHECKPOINTS else ():  # ``checkpoint(self.norm, h)``
+    for one in node.args if name in CHECKPOINTS else ():  # ``checkpoint(self.norm, h)``
         handed_on = found.frame.evaluated(one)
         if isinstance(handed_on, nn.Module) and not is_looked_into(handed_on):
             yield from _by_module(handed_on, found)
