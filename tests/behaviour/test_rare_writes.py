@@ -138,8 +138,8 @@ def test_a_norm_that_may_leave_off_learning_is_refused_where_backwards_are_late(
 
 
 def _piped(net: nn.Sequential, schedule: str) -> bp.Pipeline:
-    marked = bp.begin_blocks(net, {"1": 1})
-    return bp.Pipeline(marked, devices=stages(2), chunks=4, schedule=schedule)
+    net = bp.begin_blocks(net, {"1": 1})
+    return bp.Pipeline(net, devices=stages(2), chunks=4, schedule=schedule)
 
 
 class ChecksNowAndThen(nn.Module):
@@ -215,7 +215,6 @@ def test_a_checkpoint_that_reads_what_nobody_sets_trains_as_plain(schedule: str)
     plain = copy.deepcopy(net)
     pipe = _piped(net, schedule)
     for _ in range(2):
-        net.zero_grad(), plain.zero_grad()
         plain_step(plain, (X,), {}, Y, mse_loss, 4)
         pipe.forward_backward(X, target=Y, loss_fn=mse_loss)
         assert_same_gradients(net, plain)

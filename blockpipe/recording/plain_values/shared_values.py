@@ -103,7 +103,7 @@ class SharedValues:
         fake: bool,
         traces: bool,
     ) -> None:
-        self._hop, self._call = hop, call
+        self._hop, self._call, self._all_lasts = hop, call, False  # see runs_beside
         self._lasting = {id(holder.owner) for holder in holders} | {*map(id, modules.values())}
         self.first = frozenset(self._lasting)
         self._objects = owners_by_space(holders, modules.values())
@@ -132,7 +132,6 @@ class SharedValues:
         run = self.known, self._functions, self._pending, branches, hop
         self._code = TracedCode(*run, partial(SharedValues._note_all, itself))
         self._still: ApartRun | None = None  # code that is looked at, and does not run
-        self._all_lasts = False  # see runs_beside
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -179,6 +178,7 @@ class SharedValues:
         self._still, self._all_lasts = ApartRun(), lasts
         self.draws.note(frames, hop)
         for still in frames:
+            self._still.code = still.f_code
             if not lasts:  # a variable of the forward's is another one for each micro-batch
                 still.f_cells = {}
             self._note_still(still, hop, given)
@@ -263,8 +263,7 @@ class SharedValues:
             self._note_inside(access, value, owner, frame, hop)
 
     def _may_outlive(self, owner: Any, value: Any, *, is_there: bool) -> None:
-        """Note what outlives the forward for code beside it: what was there before, and what the
-        forward has left in that."""
+        """Note what outlives the forward for code beside it, or is left by it there."""
         is_left = is_content(value) and owner is not None and self._is_lasting(owner)
         if self._all_lasts or is_there or is_left:
             self._cached += [owner, value]
@@ -427,7 +426,8 @@ class SharedValues:
         is_fixed: bool = False,
     ) -> None:
         """Note that an instruction sets the values at some places, before it has done so."""
-        apart = None if self._still and is_optional(access.node, frame.code) else self._apart(frame)
+        is_unsure = bool(access.method) or is_optional(access.node, frame.code)
+        apart = None if self._still and is_unsure else self._apart(frame)
         again = apart is not None and self._still is None
         lines = hop, frame.line, apart, again, access.counts, self._calls(), is_fixed
         self._pending.begin(places, access, frame, lines)

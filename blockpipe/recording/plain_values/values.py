@@ -252,19 +252,27 @@ def read_meanwhile(values: Mapping[_Place, SharedValue]) -> Iterator[list[Shared
 @dataclass
 class ApartRun:
     """What code that runs apart from the forward does in its order: a hook, or a function that
-    ``torch.utils.checkpoint`` runs again. What it has set itself nothing else carries to it."""
+    ``torch.utils.checkpoint`` runs again. What it has set itself nothing else carries to it.
+
+    Attributes:
+        code: of the function that is looked at. Where that does not run, a function that it calls
+            may read something before it sets that: ``self.n = self.next()``.
+    """
 
     came: set[Hashable] = field(default_factory=set)
-    fresh: set[Hashable] = field(default_factory=set)
+    fresh: dict[Hashable, object] = field(default_factory=dict)
+    code: object = None
 
     def reads_its_own(self, where: Hashable) -> bool:
         """Note a read, and return whether it is of what was set here."""
-        self.came |= set() if where in self.fresh else {where}
-        return where in self.fresh
+        is_own = where in self.fresh and self.fresh[where] is self.code
+        self.came |= set() if is_own else {where}
+        return is_own
 
     def sets(self, where: Hashable) -> None:
         """Note that something is set."""
-        self.fresh |= set() if where in self.came else {where}
+        if where not in self.came:
+            self.fresh.setdefault(where, self.code)
 
 
 def shared_change(

@@ -66,6 +66,24 @@ def _counts_by_name(net: Net, gradient: Tensor) -> Tensor:
     return gradient * (1 + count)
 
 
+def _next(net: Net) -> int:
+    return net.count + 1
+
+
+def _counts_by_function(net: Net, gradient: Tensor) -> Tensor:
+    net.count = _next(net)
+    return gradient * net.count
+
+
+def _sets_entry(net: Net) -> None:
+    net.table["n"] = 0
+
+
+def _updates_entry(net: Net, gradient: Tensor) -> Tensor:
+    net.table.update(n=net.table["n"] + 1)
+    return gradient * float(net.table["n"])
+
+
 def _new_list(net: Net) -> None:
     net.log = []
 
@@ -132,6 +150,7 @@ def _notes(net: Net, gradient: Tensor) -> None:
         *((begin, _appends) for begin in (_new_list, _empties_slice, _deletes, _clears)),
         *((_new_table, _asks_table), (_clears_table, _counts_in_table), (_new_tensor, _adds)),
         *((_resets, _notes), (_new_norms, _notes)),
+        *((_sets_count, _counts_by_function), (_sets_entry, _updates_entry)),
     ],
 )
 def test_what_a_hook_updates_is_refused(begin: Act, hook: Hook, schedule: str) -> None:
