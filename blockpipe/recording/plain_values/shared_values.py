@@ -76,7 +76,7 @@ from .tracing.traced_code import TracedCode
 from .values import ApartRun, back, frozen
 
 _CHANGES = (Use.WRITE, Use.BOTH)
-_SETS_ENTRY = ("setdefault", "update", "__setitem__", "__delitem__")  # if its key is known
+_SETS_ENTRY = ("setdefault", "update", "__setitem__", "__delitem__")
 
 
 class SharedValues:
@@ -342,8 +342,8 @@ class SharedValues:
                 known = self.known.at(value, ALL)  # what autograd saves may change, too
                 known.is_read(back(hop), frame.line)
                 known.remedy = OF_ARRAY
-        adds = isinstance(value, Counter) and access.method == "update"
-        is_one = isinstance(value, set) or (access.method in _SETS_ENTRY and not adds)
+        by_one = self._still is None or isinstance(value, Counter)  # the call comes later, or adds
+        is_one = isinstance(value, set) or access.method in _SETS_ENTRY[: 1 if by_one else None]
         if access.use in _CHANGES and is_one and key is not ALL:
             self._will_set([(value, key, member_of(value, key))], access, frame, hop)
         elif access.use is not Use.READ or is_filled or advances(value):

@@ -79,6 +79,14 @@ def _sets_entry(net: Net) -> None:
     net.table["n"] = 0
 
 
+def _updates_to_zero(net: Net) -> None:
+    net.table.update(n=net.table.get("n", 0) * 0)
+
+
+def _sets_by_method(net: Net) -> None:
+    net.table.__setitem__("n", len(net.table))
+
+
 def _updates_entry(net: Net, gradient: Tensor) -> Tensor:
     net.table.update(n=net.table["n"] + 1)
     return gradient * float(net.table["n"])
@@ -151,6 +159,7 @@ def _notes(net: Net, gradient: Tensor) -> None:
         *((_new_table, _asks_table), (_clears_table, _counts_in_table), (_new_tensor, _adds)),
         *((_resets, _notes), (_new_norms, _notes)),
         *((_sets_count, _counts_by_function), (_sets_entry, _updates_entry)),
+        *((_updates_to_zero, _updates_entry), (_sets_by_method, _updates_entry)),
     ],
 )
 def test_what_a_hook_updates_is_refused(begin: Act, hook: Hook, schedule: str) -> None:
