@@ -317,10 +317,7 @@ class RefusesWrappers(nn.Module):
         self._refuse_wrapper("torch.jit.script")
 
     def __dir__(self) -> list[str]:
-        asked = {
-            *("_initialize_hook", "_infer_parameters"),
-            "_ddp_params_and_buffers_to_ignore",
-        }
+        asked = ("_initialize_hook", "_infer_parameters", "_ddp_params_and_buffers_to_ignore")
         return [name for name in super().__dir__() if name not in asked]  # type: ignore[no-untyped-call]
 
 

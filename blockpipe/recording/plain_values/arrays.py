@@ -11,6 +11,7 @@ from .evaluation.expressions import Frame
 from .evaluation.members import ALL, UNKNOWN
 from .syntax.accesses import Access, loops_of, sources_of
 
+# Methods of an array that give a view.
 _VIEWS = ("ravel", "reshape", "view", "transpose", "swapaxes", "squeeze", "diagonal")
 _MOST_NAMES = 4  # a guess
 

@@ -67,8 +67,6 @@ _NO_METHODS = ("builtins", "abc", "typing", "enum", *_HAND_BACK)  # that read wh
 # Functions that read a container, and nothing in what it holds.
 _TAKE_AS_IT_IS = (len, bool, iter, list, tuple, reversed, dict)
 
-# Methods of an array that give a view.
-
 
 def is_by_microbatch(container: Any) -> bool:
     """Return whether a dictionary has an entry for each micro-batch: they share none of it."""

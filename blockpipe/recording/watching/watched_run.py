@@ -373,7 +373,8 @@ def _note_state(
     for change in recorder.outside.changed():
         values.known.changed(*change)
         result.changes_unseen |= not values.traces
-    note_kept([value for value, _, _ in known.each()], recorder.backward_code.held())
+    every = [value for value, _, _ in known.each()]
+    note_kept(every, recorder.backward_code.held())
     result.shared_changes = [
         *recorder.changes.found(result, recorder.held, reads, read_on),
         *recorder.outside.found(result, reads, read_on, partial(traced_on, known)),
@@ -392,11 +393,10 @@ def _note_state(
     result.outside = recorder.outside_tensors.found()
     result.may_toggle = values.toggles or recorder.changes.toggles
     result.sets, result.changed = {**recorder.outside.sets, **values.sets}, recorder.outside.places
-    result.set_beside = set_beside(value for value, _, _ in known.each())
     result.only_read, result.may_set = known.only_read(), dict(values.untaken.sets)
     result.switches = recorder.changes.switches
     result.collects = recorder.outside.collects or values.known.looks_up
-    result.unread = set(_unread(model, reads))
+    result.unread, result.set_beside = set(_unread(model, reads)), set_beside(every)
     result.read_by_loss |= known.read_by_loss()
 
 
