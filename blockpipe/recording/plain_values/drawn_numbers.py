@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from ..._common.libraries import is_users
 from ..._torch.tensors import generator_id
-from ...restoring.contents import is_generator, is_seeds
+from ...restoring.contents import behind_generator, is_generator, is_seeds
 from ...restoring.holders import Holder
 from ..calls import Call
 from ..entries import GeneratorUse, SharedChange
@@ -82,6 +82,19 @@ class DrawnNumbers:
         self._told: list[tuple[int, str, int, str]] = []  # a generator, the method, hop and line
         self._known: dict[object, SharedValue] = {}  # by a kind, or a generator's number
         self._draws_freely = False  # whether any code does not set torch's generator itself
+
+    def behind(self, drawn: Any, method: str, *, all_last: bool) -> Iterable[Any]:
+        """Return the generators that code uses if it calls a method of an object, or hands it to a
+        function: the object, and what is behind it; none if it is no generator that lasts.
+
+        Args:
+            drawn: the object.
+            method: the name of the method.
+            all_last: whether all generators outlive the forward.
+        """
+        lasts = id(drawn) in self.lasting or (all_last and is_generator(drawn))
+        inner = behind_generator(drawn, method) if lasts else None
+        return () if inner is None else {id(drawn): drawn, id(inner): inner}.values()
 
     def told(self, access: Access, frame: Frame, hop: int, *, runs: bool) -> None:
         """Note that code in a forward seeds a generator of torch's that outlives it, or asks for

@@ -11,7 +11,7 @@ import mmap
 import os
 import types
 from array import array
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
@@ -90,7 +90,7 @@ def entry_of(access: Access, frame: Frame, owner: Any, key: Any) -> tuple[Any, A
     dictionary's entry, if a method takes that, and by an argument, if its key is not known."""
     if access.key is not None and isinstance(value := frame.evaluated(access.node), dict):
         owner, key = value, frame.key(access.key)
-        sets = access.use in (Use.WRITE, Use.BOTH)
+        sets = access.use.changes
         access = replace(access, use=Use.NONE, reads=access.use is not Use.WRITE, writes=sets)
     return owner, BY_ARGUMENT if key is UNKNOWN and access.reads else key, access
 
@@ -133,6 +133,21 @@ def entry_asked(access: Access, frame: Frame) -> Any:
         return ALL
     key = frame.key(access.key)
     return ALL if key is UNKNOWN else key
+
+
+def sets_entry(access: Access, value: Any, *, is_over: bool) -> bool:
+    """Return whether a method sets the one entry that it is asked for, and changes no other.
+
+    Args:
+        access: the access of a container, with the method.
+        value: the container.
+        is_over: whether the call has come: before it, an entry that is deleted, or set by one of
+            several names, is there as it was.
+    """
+    if isinstance(value, set) or access.method == "setdefault":
+        return True
+    is_other = access.method in ("update", "__setitem__", "__delitem__")
+    return is_other and is_over and not isinstance(value, Counter)  # whose update adds
 
 
 def in_words(owner: Any, key: Any, paths: Mapping[int, str]) -> str:
@@ -356,7 +371,7 @@ def used_by(access: Access, value: Any, owner: Any, frame: Frame) -> Iterator[tu
         yield Use.BOTH if value.__name__ in DOES_BOTH else Use.WRITE if is_write else Use.READ, held
     if frame.is_running:
         return
-    if access.use in (Use.WRITE, Use.BOTH) and is_of_library(value):
+    if access.use.changes and is_of_library(value):
         yield from ((access.use, one) for one in inside(value))
     if access.writes and isinstance(access.node, ast.Subscript) and is_of_library(owner):
         yield from ((Use.WRITE, one) for one in inside(owner))

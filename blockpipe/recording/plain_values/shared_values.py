@@ -14,7 +14,6 @@ import os
 import threading
 import types
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,7 +24,6 @@ from typing import Any
 from torch import nn
 
 from ..._common.libraries import has_users_code
-from ...restoring.contents import behind_generator, is_generator
 from ...restoring.holders import Holder
 from ...restoring.iterators import advances
 from ...restoring.model_state import names_in
@@ -39,7 +37,7 @@ from .evaluation.index_uses import IndexUses
 from .evaluation.members import ALL, TRAINS, UNKNOWN, WHOLE, Names, member_of, owners_of, whose
 from .evaluation.registered import places_of
 from .evaluation.sizes import Sizes
-from .evaluation.still_frames import StillFrame
+from .evaluation.still_frames import Context, StillFrame
 from .known_values import KnownValues
 from .lost_updates import read_how
 from .missed.missed_branches import MissedBranches
@@ -57,13 +55,21 @@ from .places import (
     names_of,
     owners_by_space,
     read_inside,
+    sets_entry,
     shares_memory,
     space_of,
     used_by,
 )
 from .questions.open_questions import any_open
 from .remedies import OF_ARRAY, OF_CHECKPOINT
-from .still_code import adds_hooks, frames_of, functions_by_code, hands_on, named_of_unknown
+from .still_code import (
+    Later,
+    frames_of,
+    functions_by_code,
+    hands_on,
+    hands_to_autograd,
+    named_of_unknown,
+)
 from .syntax.accesses import Access, accesses_of, is_optional
 from .syntax.effects import EMPTIES, arguments_of, changes_given
 from .syntax.uses import Use
@@ -74,9 +80,6 @@ from .tensors.untaken_branches import UntakenBranches
 from .tracing.pending_writes import PendingWrites
 from .tracing.traced_code import TracedCode
 from .values import ApartRun, back, frozen
-
-_CHANGES = (Use.WRITE, Use.BOTH)
-_SETS_ENTRY = ("setdefault", "update", "__setitem__", "__delitem__")
 
 
 class SharedValues:
@@ -127,7 +130,8 @@ class SharedValues:
         self._pending = PendingWrites(self.known, self.sizes, fake=fake)
         note, still = partial(SharedValues._note_all, itself, over=True), SharedValues._note_still
         self.missed, self.untaken = MissedTensors(self.known), UntakenBranches(self.known)
-        beside = note, partial(still, itself), self.missed, self.untaken
+        late = partial(SharedValues._beside, itself, lasts=False)
+        beside = note, partial(still, itself), late, self.missed, self.untaken
         branches = MissedBranches(self.known, self.sizes, *beside, call=call, fake=fake)
         run = self.known, self._functions, self._pending, branches, hop
         self._code = TracedCode(*run, partial(SharedValues._note_all, itself))
@@ -156,25 +160,27 @@ class SharedValues:
             hop: the hop that it is on, or the number of that hop's backward.
             lasts: whether everything that it uses was there before the forward.
         """
-        self._beside([*frames_of(function, given)], given, hop, lasts=lasts)
+        self._beside([*frames_of(function, given)], hop, given, lasts=lasts)
 
     def loss_runs(self, loss_fn: Callable[..., Any], hop: int, *, cut: bool) -> None:
-        """Note what a loss function on a hop may set, or read, and the hooks that it registers.
+        """Note what a loss function on a hop may set, or read, and what it hands to autograd.
 
         Args:
             loss_fn: the user's function.
             hop: the hop.
             cut: whether each hop has a backward of its own.
         """
-        hooks: list[StillFrame] = []
+        later = Later([], [])
         with self.known.beside_loss():
-            self._beside([*frames_of(loss_fn, hooks=hooks)], None, hop, lasts=True)
-        if hooks and cut:
-            self._beside(hooks, None, back(hop), lasts=True)
-        elif cut and adds_hooks(loss_fn):  # nobody knows which
+            self._beside([*frames_of(loss_fn, later=later)], hop, lasts=True)
+        if cut and (found := [*later.called, *later.again]):
+            self._beside(found, back(hop), lasts=True)
+        elif cut and hands_to_autograd(loss_fn):  # nobody knows what
             self.runs_beside(loss_fn, None, back(hop), lasts=True)
 
-    def _beside(self, frames: list[StillFrame], given: object, hop: int, *, lasts: bool) -> None:
+    def _beside(
+        self, frames: list[StillFrame], hop: int, given: object = None, *, lasts: bool
+    ) -> None:
         self._still, self._all_lasts = ApartRun(), lasts
         self.draws.note(frames, hop)
         for still in frames:
@@ -218,7 +224,9 @@ class SharedValues:
             self.draws.told(access, frame, hop, runs=runs and self._still is None)
             self._stays = self._stays or asks_cache(access, frame)
         if (self.draws.lasting or self._all_lasts) and access.use is not Use.NONE:
-            self._draws(frame.evaluated(access.node), access.method, frame, hop)
+            drawn, last = frame.evaluated(access.node), self._all_lasts
+            for one in self.draws.behind(drawn, access.method, all_last=last):
+                draws_from(self.known.at(one, ALL), hop, frame.line, self._calls())
         if (places := set_by_method(access.node, frame)) is not None:
             is_open = any_open(arguments_of(access.node), frame, self.known)
             lasting = [place for place in places if self._is_lasting(place[0])]
@@ -249,7 +257,7 @@ class SharedValues:
                 self.known.at(owner, key).said_on.add(hop)
             elif access.reads:
                 self._reads_all(owner, key, access, frame, hop)
-                if self._still is not None and (access.counts or access.use in _CHANGES):
+                if self._still is not None and (access.counts or access.use.changes):
                     self.known.at(owner, key).is_changed_beside(hop, frame.line, updates=True)
             if access.writes or makes_entry(owner, key, frame):
                 self._will_set([(owner, key, value), *places_of(owner, runs)], access, frame, hop)
@@ -265,7 +273,7 @@ class SharedValues:
     def _may_outlive(self, owner: Any, value: Any, *, is_there: bool) -> None:
         """Note what outlives the forward for code beside it, or is left by it there."""
         is_left = is_content(value) and owner is not None and self._is_lasting(owner)
-        if self._all_lasts or is_there or is_left:
+        if (self._all_lasts and not isinstance(owner, Context)) or is_there or is_left:
             self._cached += [owner, value]
             self._lasting.update((id(owner), id(value)))
 
@@ -342,9 +350,8 @@ class SharedValues:
                 known = self.known.at(value, ALL)  # what autograd saves may change, too
                 known.is_read(back(hop), frame.line)
                 known.remedy = OF_ARRAY
-        by_one = self._still is None or isinstance(value, Counter)  # the call comes later, or adds
-        is_one = isinstance(value, set) or access.method in _SETS_ENTRY[: 1 if by_one else None]
-        if access.use in _CHANGES and is_one and key is not ALL:
+        is_one = key is not ALL and sets_entry(access, value, is_over=self._still is not None)
+        if access.use.changes and is_one:
             self._will_set([(value, key, member_of(value, key))], access, frame, hop)
         elif access.use is not Use.READ or is_filled or advances(value):
             again = self._code.checkpoints.of(frame.frame) is not None
@@ -353,13 +360,6 @@ class SharedValues:
             known.begun_on |= {hop: frame.line} if access.method in EMPTIES else {}
             if self._still is not None:
                 known.is_changed_beside(hop, frame.line, updates=access.method not in EMPTIES)
-
-    def _draws(self, drawn: Any, method: str, frame: Frame, hop: int) -> None:
-        """Note that code calls a random generator, or hands it to a function."""
-        if id(drawn) in self.draws.lasting or (self._all_lasts and is_generator(drawn)):
-            behind = behind_generator(drawn, method)
-            for one in () if behind is None else {id(drawn): drawn, id(behind): behind}.values():
-                draws_from(self.known.at(one, ALL), hop, frame.line, self._calls())
 
     def _is_lasting(self, owner: Any) -> bool:
         is_variable = isinstance(owner, Names | types.CellType | threading.local | type)

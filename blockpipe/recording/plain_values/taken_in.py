@@ -23,7 +23,6 @@ from .evaluation.expressions import Frame
 from .evaluation.members import ALL, UNKNOWN, Names
 from .places import inside
 from .syntax.accesses import Access
-from .syntax.uses import Use
 
 _NOT_HELD = (
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
@@ -102,7 +101,7 @@ class TakenIn:
             return
         if owner is not None and self._leads_beyond(owner, value) and id(value) not in self._beyond:
             self._beyond |= {id(one): one for one in (value, *inside(value))}
-        if access.use in (Use.WRITE, Use.BOTH):
+        if access.use.changes:
             self._changes(value)
 
     def sets(self, places: Iterable[tuple[Any, Any, Any]]) -> None:

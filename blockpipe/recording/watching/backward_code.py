@@ -43,8 +43,9 @@ from ...crossing.torch_patches import Replacement
 from ...errors import CrossingError, StateError
 from ..entries import SharedChange
 from ..outside.code_beside import CodeBeside
+from ..plain_values.evaluation.calls_behind import hooks_of
 from ..plain_values.evaluation.members import member_of
-from ..plain_values.still_code import Hook, frames_of, hooks_of
+from ..plain_values.still_code import Hook, frames_of
 from ..reads import mentioned
 from ..recording import Recording
 

@@ -292,7 +292,7 @@ def _note_code_beside(request: RecordRequest, recorder: Recorder, values: Shared
             hooks.setdefault((id(added.function), added.name), added)
         found = called_by_hooks(hooks.values(), recorder.result, recorder.step.adopted())
         called = [*found, *recorder.backward_code.called]
-        recorder.result.code_in_backward = {one.hop for one in called}
+        recorder.result.code_in_backward = {one.hop for one in called} | values.untaken.calls_late
         if request.cut:
             check_several((one.function, one.hop) for one in called)
         # No walk through the model finds what hooks of parameters use.

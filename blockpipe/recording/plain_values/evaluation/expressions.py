@@ -157,9 +157,8 @@ class Frame:
         found, owner, _ = self._of_super(node)
         if found is UNKNOWN:
             found, owner = self.evaluated(node), self.evaluated(node.value)
-        if isinstance(found, classmethod):
-            kind = owner if isinstance(owner, type) else type(owner)
-            return types.MethodType(found.__func__, kind)
+        if isinstance(found, classmethod | types.ClassMethodDescriptorType):  # of Python, or of C
+            return found.__get__(None, owner if isinstance(owner, type) else type(owner))
         if isinstance(found, functools._lru_cache_wrapper):
             found = found.__wrapped__ if own_attributes(owner).get(node.attr) is None else found
         is_method = isinstance(found, types.FunctionType) and (

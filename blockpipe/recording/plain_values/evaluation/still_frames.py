@@ -241,6 +241,10 @@ class Given:
         return StillFrame(code, function.__globals__, known, cells=cells, results=results)
 
 
+class Context(types.SimpleNamespace):
+    """What stands for the context of a custom function, which each application has anew."""
+
+
 class Results:
     """What calls give to code that does not run."""
 
@@ -328,7 +332,7 @@ class Results:
         """
         key = id(kind), "context", given.by_identity()
         if key not in self._known:
-            context = types.SimpleNamespace()
+            context = Context()
             self._known[key] = context, given
             sets_up = kind.setup_context is not torch.autograd.Function.setup_context
             method = kind.setup_context if sets_up else kind.forward

@@ -9,25 +9,23 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import dis
 import itertools
 import types
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...calls import Call
 from ..evaluation.expressions import Frame
 from ..evaluation.loops import RunTurn, hop_before
 from ..evaluation.other_values import OtherValues
 from ..evaluation.sizes import Sizes
-from ..evaluation.still_frames import STOPS, StillFrame
+from ..evaluation.still_frames import StillFrame
 from ..known_values import KnownValues
 from ..questions.chosen import Choices
-from ..questions.open_questions import any_open, follows_from_set
-from ..still_code import with_inner
+from ..questions.open_questions import any_open
+from ..still_code import Later, with_inner
 from ..syntax.accesses import (
     Access,
     accesses_of,
@@ -35,33 +33,17 @@ from ..syntax.accesses import (
     branches_of,
     conditions_of,
     handed_on,
-    sources_of,
     tests_of,
     turns_of,
 )
-from ..syntax.branches import Turn, is_in
+from ..syntax.branches import is_in
 from ..syntax.deciders import is_missed
-from ..syntax.effects import ASKS_SHAPE, CHECKPOINTS, name_called
+from ..syntax.later_calls import codes_called_later
 from ..tensors.missed_tensors import MissedTensors
 from ..tensors.untaken_branches import UntakenBranches
 from ..values import back
 from .missed_calls import MissedCalls
-
-# A recording finds the same ones of these, whatever the data.
-_OF_NO_DATA = (
-    *(ImportError, AttributeError, NameError, TypeError, NotImplementedError, OSError),
-    *(StopIteration, GeneratorExit, KeyboardInterrupt, SystemExit),
-)
-_OF_TENSORS = frozenset(["shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad_fn"])
-_MAY_FAIL = frozenset(  # by the values of a matrix, also where a recording has none
-    [
-        *("cholesky", "cholesky_inverse", "inv", "inverse", "solve", "lstsq", "svd", "svdvals"),
-        *("eig", "eigh", "eigvals", "eigvalsh", "tensorinv", "tensorsolve"),
-    ]
-)
-
-_COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
-_YIELDS = "YIELD_VALUE"  # also by ``yield from`` and ``await``
+from .missed_turns import MissedTurns
 
 _Accesses = Mapping[int, list[Access]]
 
@@ -74,10 +56,14 @@ class MissedBranches:
         sizes: tells what follows from the sizes of a micro-batch.
         note: notes the accesses of an instruction that did not run, in a frame on a hop.
         note_still: notes those of a function that did not run, on a hop.
+        note_late: notes those of functions that a backward would have called.
         tensors: is told of the tensors in both.
         untaken: is told of all reads in both, whatever the conditions are.
         call: returns the innermost call.
         fake: whether the forward runs on fake tensors; then it reads no data.
+
+    Attributes:
+        turns: the loops and the handlers of errors among them.
     """
 
     def __init__(
@@ -86,6 +72,7 @@ class MissedBranches:
         sizes: Sizes,
         note: Callable[[Iterable[Access], types.FrameType, int], None],
         note_still: Callable[[StillFrame, int], None],
+        note_late: Callable[[list[StillFrame], int], None],
         tensors: MissedTensors,
         untaken: UntakenBranches,
         *,
@@ -95,20 +82,11 @@ class MissedBranches:
         self._known, self._sizes, self._fake = known, sizes, fake
         self._tensors, self._untaken, self._call = tensors, untaken, call
         self._closed = MissedCalls()
-        self._note, self._note_still = note, note_still
+        self._note, self._note_still, self._note_late = note, note_still, note_late
         self._calls = MissedCalls()
         self._ran, self._ran_of = set[types.CodeType](), set[tuple[types.CodeType, int]]()
         self._choices = Choices(known)
-        self._raised: dict[int, type[BaseException]] = {}  # the latest, by the id of a frame
-
-    def raises(self, running: types.FrameType, kind: type[BaseException]) -> None:
-        """An error is raised in a frame, or comes out of what it has called."""
-        self._raised[id(running)] = kind
-
-    def is_over(self, running: types.FrameType) -> bool:
-        """Return whether a frame that gives something back does not go on, as a generator's may."""
-        is_closed = self._raised.get(id(running)) is GeneratorExit
-        return is_closed or not running.f_code.co_flags & STOPS or _instruction(running) != _YIELDS
+        self.turns = MissedTurns(known, fake=fake)
 
     def look(
         self,
@@ -129,7 +107,7 @@ class MissedBranches:
             turns: the turns of its loops that have run.
         """
         others_of = OtherValues(frame, turns)  # not kept: it holds what the frame has
-        raised = self._raised.pop(id(running), None)
+        raised = self.turns.take_raised(running)
         self._ran.add(running.f_code)
         self._ran_of.add((running.f_code, _first_of(running)))
         self._note_handed_on(hops, frame)
@@ -140,7 +118,7 @@ class MissedBranches:
             return
         self._note_untaken(missed, accesses, hops, frame)
         opened = set[int]()
-        found = missed & self._opened(running, accesses, hops, frame, raised)
+        found = missed & self.turns.opened(running, accesses, hops, frame, raised)
         while new := (found | self._opened_by_conditions(missed, accesses, hops, frame)) - opened:
             opened |= new  # and what they set may open others
             self._note_each(new, accesses, hops, others_of)
@@ -159,7 +137,7 @@ class MissedBranches:
         is_open = any_open(tests_of(frame.code), frame, self._known)
         if not is_open and self._fake:
             return set()
-        by_turns = set() if is_open else self._in_turns(frame.code, accesses, hops)
+        by_turns = set() if is_open else self.turns.within(frame.code, accesses, hops)
         closed = self._tensors.is_closed
         return {at for at in missed - by_turns if not closed(accesses[at][0].node, frame)}
 
@@ -214,10 +192,33 @@ class MissedBranches:
                         self._note_others((*chosen, *handed), hop)
 
     def _note_others(self, functions: Iterable[Any], hop: int) -> None:
+        later = Later([], [])
         for function in functions:
-            for still in () if self._has_run(function) else self._calls.of(function, hop):
-                self._note_still(still, hop)
+            found = () if self._has_run(function) else self._calls.of(function, hop, later=later)
+            self._note_called(found, later, hop)
+
+    def _note_called(
+        self, stills: Iterable[StillFrame], later: Later, hop: int, *, may_run: bool = True
+    ) -> None:
+        """Note functions that did not run, and what they hand to autograd.
+
+        Args:
+            stills: the functions.
+            later: gets the others, while these are gone through.
+            hop: the hop that they would have run on.
+            may_run: whether any data, or any size, leads there.
+        """
+        for still in stills:
+            self._note_still(still, hop)
+            if may_run:
                 self._tensors.note_still(still, hop)
+        for still in later.again:
+            self._note_still(still, back(hop))
+            if may_run:
+                self._tensors.note_again(still, hop)
+        if later.called:
+            self._note_late(later.called, back(hop))
+            self._untaken.calls_late.add(hop)
 
     def _has_run(self, function: Any) -> bool:
         if isinstance(function, nn.Module):
@@ -247,13 +248,9 @@ class MissedBranches:
     ) -> None:
         self._note(accesses, frame.frame, hop)
         may_run = self._tensors.note(accesses, frame, hop)
-        again = any(name_called(access.node) in CHECKPOINTS for access in accesses)
-        for still in self._calls.behind(accesses, frame, hop, by_size=by_size):
-            self._note_still(still, hop)
-            if again:
-                self._note_still(still, back(hop))
-            if may_run:
-                self._tensors.note_still(still, hop, again=again)
+        later = Later([], [])
+        found = self._calls.behind(accesses, frame, hop, by_size=by_size, later=later)
+        self._note_called(found, later, hop, may_run=may_run)
 
     def _note_others_of_run(
         self,
@@ -316,94 +313,16 @@ class MissedBranches:
                     continue
                 before = [begins for begins in begun if begins < _begins(node)]
                 hop = hops[begun[max(before)]] if before else min(hops.values())
-                around = Frame(inner, {}, None)  # type: ignore[arg-type]
+                around, later = Frame(inner, {}, None), Later([], [])  # type: ignore[arg-type]
                 called = (
-                    self._calls.behind(m, around, hop, by_size=by_size) for m in inside.values()
+                    self._calls.behind(m, around, hop, by_size=by_size, later=later)
+                    for m in inside.values()
                 )
-                for still in (inner, *itertools.chain.from_iterable(called)):
-                    self._note_still(still, hop)
-                    self._tensors.note_still(still, hop)
-
-    def _opened(
-        self,
-        running: types.FrameType,
-        accesses: _Accesses,
-        ran: Container[int],
-        frame: Frame,
-        raised: type[BaseException] | None,
-    ) -> set[int]:
-        """Return the instructions that loops, or errors that are caught, may run by the data."""
-        is_left = raised is not None and self._is_left(running)
-        if is_left and not self._fake and self._may_raise([raised]):
-            return {*accesses}
-        opened = set[int]()
-        for turn in branches_of(running.f_code):
-            body = {at for at, found in accesses.items() if turn.has(found[0].node)}
-            caught = {at for at, found in accesses.items() if turn.handles(found[0].node)}
-            has_begun = any(at in ran for at in body)
-            if turn.is_loop:
-                opened |= set() if has_begun or not self._is_found(turn, frame) else body
-            elif self._fails(turn, frame):
-                has_failed = any(at in ran for at in caught) or not turn.handlers
-                opened |= body | caught if has_failed else caught
-        return opened
-
-    @staticmethod
-    def _in_turns(code: types.CodeType, accesses: _Accesses, ran: Container[int]) -> set[int]:
-        """Return the instructions in loops that have not turned, in handlers of errors, and behind
-        a line that has raised one."""
-        found = set[int]()
-        nodes = {at: several[0].node for at, several in accesses.items()}
-        for turn in branches_of(code):
-            inside = turn.has if turn.is_loop else turn.handles
-            body = {at for at, node in nodes.items() if inside(node)}
-            found |= body if not any(at in ran for at in body) else set()
-            if not turn.is_loop:
-                tests = [one for one in conditions_of(code) if turn.has(one.test)]
-                found |= {
-                    at
-                    for at, node in nodes.items()
-                    if turn.has(node) and all(one.asked_for(node) is None for one in tests)
-                }
-        return found
-
-    @staticmethod
-    def _is_left(running: types.FrameType) -> bool:
-        """Whether an error ends a function, and not its last statement."""
-        return not _instruction(running).startswith("RETURN")
-
-    def _is_found(self, turn: Turn, frame: Frame) -> bool:
-        """Whether it follows from the data how often a loop turns. What a comprehension runs over,
-        the code around it evaluates."""
-        over, around = turn.by, frame.frame.f_back if frame.is_running else None
-        if frame.code.co_name in _COMPREHENSIONS and around is not None:
-            frame = Frame(around, {}, None)
-        if any_open(over, frame, self._known, calls=False):
-            return True
-        sources = [
-            s for one in over if isinstance(one, ast.Name) for s in sources_of(frame.code, one.id)
-        ]
-        return not self._fake and any(_has_data(one, frame) for one in (*over, *sources))
-
-    def _fails(self, turn: Turn, frame: Frame) -> bool:
-        """Whether it follows from the data, or from what forwards set, if statements raise an error
-        that is caught."""
-        kinds = [frame.evaluated(kind) for kind in turn.caught]
-        if kinds and not self._may_raise(kinds):
-            return False
-        parts = [part for node in turn.by for part in ast.walk(node)]
-        of_matrices = torch.linalg.LinAlgError  # type: ignore[attr-defined]
-        if of_matrices in kinds or any(name_called(part) in _MAY_FAIL for part in parts):
-            return True
-        if follows_from_set(turn.by, frame, self._known):
-            return True
-        return not self._fake and any(_has_data(node, frame) for node in turn.by)
-
-    @staticmethod
-    def _may_raise(kinds: Iterable[Any]) -> bool:
-        """Whether any error of some kinds may follow from the data."""
-        flat = (one for kind in kinds for one in (kind if isinstance(kind, tuple) else (kind,)))
-        return any(not (isinstance(k, type) and issubclass(k, _OF_NO_DATA)) for k in flat)
+                stills = [inner, *itertools.chain.from_iterable(called)]
+                if inner.f_code in codes_called_later(frame.code):
+                    later.called.extend(stills)
+                    stills = []
+                self._note_called(stills, later, hop)
 
 
 def _first_of(running: types.FrameType) -> int:
@@ -414,23 +333,3 @@ def _first_of(running: types.FrameType) -> int:
 
 def _begins(node: ast.expr) -> tuple[int, int]:
     return node.lineno, node.col_offset
-
-
-def _instruction(running: types.FrameType) -> str:
-    """Return the name of the instruction that a frame is at."""
-    return dis.opname[running.f_code.co_code[running.f_lasti]]
-
-
-def _has_data(node: ast.AST, frame: Frame) -> bool:
-    """Return whether code asks for more of a tensor than what it is, or uses a number of which
-    nobody knows whether it follows from one."""
-    if isinstance(node, ast.Attribute) and node.attr in _OF_TENSORS:
-        return False
-    if isinstance(node, ast.Call) and name_called(node) in ASKS_SHAPE:
-        return False
-    if isinstance(node, ast.Name | ast.Attribute):
-        value = frame.evaluated(node)
-        is_number = isinstance(node, ast.Name) and isinstance(value, int | float)
-        if is_number or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter)):
-            return True
-    return any(_has_data(child, frame) for child in ast.iter_child_nodes(node))

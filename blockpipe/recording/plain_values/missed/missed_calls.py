@@ -8,11 +8,12 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from ..evaluation.calls_behind import called_at, handed_on_by
 from ..evaluation.expressions import Frame
 from ..evaluation.still_frames import Given, StillFrame
-from ..still_code import called_at, frames_of, handed_on_by
+from ..still_code import Later, frames_of, note_later
 from ..syntax.accesses import Access
-from ..syntax.effects import name_called
+from ..syntax.later_calls import called_later
 
 _NOTHING = Given()
 
@@ -25,7 +26,13 @@ class MissedCalls:
         self._kept: list[Any] = []  # so that no other object gets the id of one
 
     def behind(
-        self, accesses: Iterable[Access], frame: Frame, hop: int, *, by_size: bool = False
+        self,
+        accesses: Iterable[Access],
+        frame: Frame,
+        hop: int,
+        *,
+        by_size: bool = False,
+        later: Later | None = None,
     ) -> Iterator[StillFrame]:
         """Yield the user's functions that accesses of a branch would run.
 
@@ -34,19 +41,25 @@ class MissedCalls:
             frame: the frame that it is in, at its end.
             hop: the hop that the branch is on.
             by_size: whether only a micro-batch of another size takes the branch.
+            later: gets those that autograd calls, as :func:`frames_of` says.
         """
         for access in accesses:
             with contextlib.suppress(Exception):  # of an object that cannot be looked at
-                found = (
-                    _called(access, frame),
-                    *called_at(access, frame),
-                    *_handed_on(access, frame),
-                )
+                found = [_called(access, frame), *called_at(access, frame)]
+                if isinstance(access.node, ast.Call):
+                    found += handed_on_by(access.node, frame, called_later(access.node))
+                    note_later(access.node, frame, later) if later is not None else None
                 for function, given in found:
-                    yield from self.of(function, hop, given, by_size=by_size)
+                    yield from self.of(function, hop, given, by_size=by_size, later=later)
 
     def of(
-        self, function: Any, hop: int, given: Given = _NOTHING, *, by_size: bool = False
+        self,
+        function: Any,
+        hop: int,
+        given: Given = _NOTHING,
+        *,
+        by_size: bool = False,
+        later: Later | None = None,
     ) -> Iterator[StillFrame]:
         """Yield the frames of one function, if they are not known.
 
@@ -55,13 +68,14 @@ class MissedCalls:
             hop: the hop that it would run on.
             given: its arguments.
             by_size: whether only a micro-batch of another size calls it.
+            later: as in :meth:`behind`.
         """
         own = id(getattr(function, "__func__", function)), id(getattr(function, "__self__", None))
         key = *own, given.by_identity(), hop, by_size
         if callable(function) and key not in self._seen:
             self._seen.add(key)
             self._kept += [function, given]
-            yield from frames_of(function, given)
+            yield from frames_of(function, given, later=later)
 
 
 def _called(access: Access, frame: Frame) -> tuple[Any, Given]:
@@ -74,10 +88,3 @@ def _called(access: Access, frame: Frame) -> tuple[Any, Given]:
         if isinstance(bound, types.MethodType):
             return bound, _NOTHING
     return None, _NOTHING
-
-
-def _handed_on(access: Access, frame: Frame) -> Iterator[tuple[Any, Given]]:
-    """Yield the functions that a call hands on, other than hooks, which a backward calls."""
-    call = access.node
-    if isinstance(call, ast.Call) and not name_called(call).startswith("register"):
-        yield from handed_on_by(call, frame)

@@ -88,7 +88,7 @@ class Choices:
             keys = self._keys(access.key, frame)
             yield from (replace(access, key=ast.Constant(key)) for key in keys)
             yield from () if keys else [replace(access, key=None)]
-        if access.use in (Use.WRITE, Use.BOTH):  # by a method: ``self.tables[k].clear()``
+        if access.use.changes:  # by a method: ``self.tables[k].clear()``
             held = self.objects(node, frame) if isinstance(node, ast.Subscript) else ()
             for one in held:
                 yield replace(access, node=ast.copy_location(ast.Constant(one), node))

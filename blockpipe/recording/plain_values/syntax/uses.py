@@ -39,6 +39,11 @@ class Use(enum.Enum):
     WRITE = enum.auto()
     BOTH = enum.auto()
 
+    @property
+    def changes(self) -> bool:
+        """Whether it changes the value."""
+        return self in (Use.WRITE, Use.BOTH)
+
 
 def use_of(node: ast.expr, outer: tuple[ast.AST, ...]) -> tuple[Use, ast.expr | None]:
     """Return the use of a value, and the function that takes it as an argument.

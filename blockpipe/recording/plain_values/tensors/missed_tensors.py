@@ -93,13 +93,18 @@ class MissedTensors:
             line, uses = frame.line_of(access.node), uses_of(access, frame, self.lasts)
             self.statistics += [(use.tensor, hop, line) for use in uses if use.writes]
 
-    def note_still(self, still: StillFrame, hop: int, *, again: bool = False) -> None:
-        """Note what a function would do that such a branch calls, or a checkpoint there."""
+    def note_still(self, still: StillFrame, hop: int) -> None:
+        """Note what a function would do that such a branch calls."""
         for accesses in accesses_of(still.f_code).values():
             still.f_lineno = accesses[0].node.lineno
-            frame = Frame(still, {}, None)  # type: ignore[arg-type]
-            self.note(accesses, frame, hop)
-            for access in accesses if again else ():
+            self.note(accesses, Frame(still, {}, None), hop)  # type: ignore[arg-type]
+
+    def note_again(self, still: StillFrame, hop: int) -> None:
+        """Note what a function would read once more in the backward that a checkpoint in such a
+        branch calls."""
+        frame = Frame(still, {}, None)  # type: ignore[arg-type]
+        for accesses in accesses_of(still.f_code).values():
+            for access in accesses:
                 with contextlib.suppress(Exception):  # of an object that cannot be looked at
                     line, uses = frame.line_of(access.node), uses_of(access, frame, self.lasts)
                     self.again += [(use.tensor, hop, line) for use in uses if use.reads]

@@ -20,7 +20,6 @@ from ..evaluation.still_frames import StillFrame
 from ..known_values import KnownValues
 from ..places import has_tensors, space_of
 from ..syntax.accesses import Access, accesses_of
-from ..syntax.uses import Use
 from ..values import SharedValue, hops_of
 from .tensor_uses import ForwardsTensors
 from .used_tensors import statistics_of, uses_of
@@ -36,6 +35,7 @@ class UntakenBranches:
 
     Attributes:
         sets: the hops that may set the value at a place, by its object's id and its key.
+        calls_late: the hops on which functions may be handed to autograd.
         lasts: says whether a tensor outlives the forward.
     """
 
@@ -43,6 +43,7 @@ class UntakenBranches:
         self._known = known
         self.lasts: Callable[[Tensor], bool] = lambda tensor: False
         self.sets = defaultdict[tuple[int, Any], set[int]](set)
+        self.calls_late = set[int]()
         self._written = list[tuple[Tensor, int, str]]()
         self._places: list[tuple[Any, Any, _Read]] = []
         self._tensors: list[tuple[Tensor, _Read]] = []
@@ -65,7 +66,7 @@ class UntakenBranches:
                 if owner is not None and key is not UNKNOWN:
                     if access.reads:
                         self._places.append((owner, key, read))
-                    if access.writes or access.use in (Use.WRITE, Use.BOTH):
+                    if access.writes or access.use.changes:
                         self.sets[space_of(owner), None if key is ALL else key].add(read[0])
                 uses = [*uses_of(access, frame, self.lasts)]
                 self._tensors += ((use.tensor, read) for use in uses if use.reads)

@@ -96,7 +96,7 @@ def uses_of(
                 return
             case _:
                 return
-    writes = access.writes or access.use in (Use.WRITE, Use.BOTH)
+    writes = access.writes or access.use.changes
     reads = access.counts or (
         access.reads and access.use in (Use.READ, Use.BOTH) and not _asks_shape(access)
     )

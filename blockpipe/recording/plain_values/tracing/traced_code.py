@@ -97,9 +97,9 @@ class TracedCode:
             if again := self._loops.goes_on(frame, self._hop, self._hops[id(frame)]):
                 self._note(again, frame, self._hop())
         elif event == "exception":
-            self._branches.raises(frame, argument[0])
+            self._branches.turns.raises(frame, argument[0])
         elif event == "return":
-            if self._branches.is_over(frame):
+            if self._branches.turns.is_over(frame):
                 ran, accesses = self._hops.pop(id(frame)), self._codes[id(frame.f_code)][1]
                 around = Frame(frame, self._functions, None), self._loops.ended(frame)
                 self._branches.look(frame, accesses, ran, *around)
