@@ -28,6 +28,7 @@ from .evaluation.expressions import Frame
 from .evaluation.members import UNKNOWN
 from .evaluation.still_frames import StillFrame
 from .syntax.accesses import Access, calls_of
+from .syntax.uses import Use
 from .values import SharedValue, shared_change
 
 _NAMES = {
@@ -83,18 +84,21 @@ class DrawnNumbers:
         self._known: dict[object, SharedValue] = {}  # by a kind, or a generator's number
         self._draws_freely = False  # whether any code does not set torch's generator itself
 
-    def behind(self, drawn: Any, method: str, *, all_last: bool) -> Iterable[Any]:
-        """Return the generators that code uses if it calls a method of an object, or hands it to a
+    def used(self, access: Access, frame: Frame, *, all_last: bool) -> Iterable[Any]:
+        """Return the generators that code uses if it calls a method of one, or hands it to a
         function: the object, and what is behind it; none if it is no generator that lasts.
 
         Args:
-            drawn: the object.
-            method: the name of the method.
+            access: the access of the object.
+            frame: the frame that it is in.
             all_last: whether all generators outlive the forward.
         """
+        if access.use is Use.NONE or not (self.lasting or all_last):
+            return ()
+        drawn = frame.evaluated(access.node)
         lasts = id(drawn) in self.lasting or (all_last and is_generator(drawn))
-        inner = behind_generator(drawn, method) if lasts else None
-        return () if inner is None else {id(drawn): drawn, id(inner): inner}.values()
+        behind = behind_generator(drawn, access.method) if lasts else None
+        return () if behind is None else {id(drawn): drawn, id(behind): behind}.values()
 
     def told(self, access: Access, frame: Frame, hop: int, *, runs: bool) -> None:
         """Note that code in a forward seeds a generator of torch's that outlives it, or asks for

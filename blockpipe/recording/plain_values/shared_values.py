@@ -40,7 +40,7 @@ from .evaluation.sizes import Sizes
 from .evaluation.still_frames import Context, StillFrame
 from .known_values import KnownValues
 from .lost_updates import read_how
-from .missed.missed_branches import MissedBranches
+from .missed.missed_branches import MissedBranches, Noting
 from .not_put_back import ClassesKept, Effect, asks_cache, effect_of, found_among
 from .places import (
     entry_asked,
@@ -128,13 +128,14 @@ class SharedValues:
         self._stays: Effect | None = None  # the first that cannot be put back
         self._classes, self._cached = ClassesKept(modules), list[Any]()  # kept alive
         self._pending = PendingWrites(self.known, self.sizes, fake=fake)
-        note, still = partial(SharedValues._note_all, itself, over=True), SharedValues._note_still
-        self.missed, self.untaken = MissedTensors(self.known), UntakenBranches(self.known)
+        note, still = partial(SharedValues._note_all, itself), SharedValues._note_still
         late = partial(SharedValues._beside, itself, lasts=False)
-        beside = note, partial(still, itself), late, self.missed, self.untaken
+        noting = Noting(partial(note, over=True), partial(still, itself), late)
+        self.missed, self.untaken = MissedTensors(self.known), UntakenBranches(self.known)
+        beside = noting, self.missed, self.untaken
         branches = MissedBranches(self.known, self.sizes, *beside, call=call, fake=fake)
         run = self.known, self._functions, self._pending, branches, hop
-        self._code = TracedCode(*run, partial(SharedValues._note_all, itself))
+        self._code = TracedCode(*run, note)
         self._still: ApartRun | None = None  # code that is looked at, and does not run
 
     @contextmanager
@@ -223,10 +224,8 @@ class SharedValues:
         if not self.known.is_of_other_sizes:  # no recording goes there
             self.draws.told(access, frame, hop, runs=runs and self._still is None)
             self._stays = self._stays or asks_cache(access, frame)
-        if (self.draws.lasting or self._all_lasts) and access.use is not Use.NONE:
-            drawn, last = frame.evaluated(access.node), self._all_lasts
-            for one in self.draws.behind(drawn, access.method, all_last=last):
-                draws_from(self.known.at(one, ALL), hop, frame.line, self._calls())
+        for one in self.draws.used(access, frame, all_last=self._all_lasts):
+            draws_from(self.known.at(one, ALL), hop, frame.line, self._calls())
         if (places := set_by_method(access.node, frame)) is not None:
             is_open = any_open(arguments_of(access.node), frame, self.known)
             lasting = [place for place in places if self._is_lasting(place[0])]

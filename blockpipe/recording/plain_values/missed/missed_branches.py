@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import types
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -48,15 +48,27 @@ from .missed_turns import MissedTurns
 _Accesses = Mapping[int, list[Access]]
 
 
+class Noting(NamedTuple):
+    """Notes what code that did not run would read and set.
+
+    Attributes:
+        accesses: those of an instruction, in a frame on a hop.
+        still: those of a function, on a hop.
+        late: those of functions that a backward would have called.
+    """
+
+    accesses: Callable[[Iterable[Access], types.FrameType, int], None]
+    still: Callable[[StillFrame, int], None]
+    late: Callable[[list[StillFrame], int], None]
+
+
 class MissedBranches:
     """Note what functions of one forward did not run, when they are over.
 
     Args:
         known: the values that the forward has read and set.
         sizes: tells what follows from the sizes of a micro-batch.
-        note: notes the accesses of an instruction that did not run, in a frame on a hop.
-        note_still: notes those of a function that did not run, on a hop.
-        note_late: notes those of functions that a backward would have called.
+        noting: notes what did not run.
         tensors: is told of the tensors in both.
         untaken: is told of all reads in both, whatever the conditions are.
         call: returns the innermost call.
@@ -70,9 +82,7 @@ class MissedBranches:
         self,
         known: KnownValues,
         sizes: Sizes,
-        note: Callable[[Iterable[Access], types.FrameType, int], None],
-        note_still: Callable[[StillFrame, int], None],
-        note_late: Callable[[list[StillFrame], int], None],
+        noting: Noting,
         tensors: MissedTensors,
         untaken: UntakenBranches,
         *,
@@ -82,7 +92,7 @@ class MissedBranches:
         self._known, self._sizes, self._fake = known, sizes, fake
         self._tensors, self._untaken, self._call = tensors, untaken, call
         self._closed = MissedCalls()
-        self._note, self._note_still, self._note_late = note, note_still, note_late
+        self._note, self._note_still, self._note_late = noting
         self._calls = MissedCalls()
         self._ran, self._ran_of = set[types.CodeType](), set[tuple[types.CodeType, int]]()
         self._choices = Choices(known)
