@@ -10,13 +10,10 @@ sets. Only plain values that outlive the forward count: tensors are checked when
 from __future__ import annotations
 
 import ast
-import os
-import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,10 +31,10 @@ from .drawn_numbers import DrawnNumbers, draws_from
 from .evaluation.by_call import asked_by_call, set_by_call, set_by_method
 from .evaluation.expressions import Frame
 from .evaluation.index_uses import IndexUses
-from .evaluation.members import ALL, TRAINS, UNKNOWN, WHOLE, Names, member_of, owners_of, whose
+from .evaluation.members import ALL, TRAINS, UNKNOWN, WHOLE, member_of, owners_of
 from .evaluation.registered import places_of
 from .evaluation.sizes import Sizes
-from .evaluation.still_frames import Context, StillFrame
+from .evaluation.still_frames import StillFrame
 from .known_values import KnownValues
 from .lost_updates import read_how
 from .missed.missed_branches import MissedBranches, Noting
@@ -50,10 +47,7 @@ from .places import (
     is_content,
     is_looked_into,
     is_of_module,
-    is_used_whole,
     makes_entry,
-    names_of,
-    owners_by_space,
     read_inside,
     sets_entry,
     shares_memory,
@@ -73,13 +67,13 @@ from .still_code import (
 from .syntax.accesses import Access, accesses_of, is_optional
 from .syntax.effects import EMPTIES, arguments_of, changes_given
 from .syntax.uses import Use
-from .taken_in import TakenIn
 from .tensors.missed_tensors import MissedTensors
 from .tensors.tensor_uses import TensorUses
 from .tensors.untaken_branches import UntakenBranches
+from .tracing.lasting import Lasting
 from .tracing.pending_writes import PendingWrites
 from .tracing.traced_code import TracedCode
-from .values import ApartRun, back, frozen
+from .values import ApartRun, back
 
 
 class SharedValues:
@@ -106,12 +100,8 @@ class SharedValues:
         fake: bool,
         traces: bool,
     ) -> None:
-        self._hop, self._call, self._all_lasts = hop, call, False  # see runs_beside
-        self._lasting = {id(holder.owner) for holder in holders} | {*map(id, modules.values())}
-        self.first = frozenset(self._lasting)
-        self._objects = owners_by_space(holders, modules.values())
-        self._objects[id(os.environ)] = variables = os.environ._data  # type: ignore[attr-defined]
-        self._lasting.update(names := names_of(modules), [id(variables)])
+        self._hop, self._call = hop, call
+        self.lasting = Lasting(holders, put_back, modules)
         self._functions = functions_by_code(holder.owner for holder in holders)
         self.tensors, self.draws = TensorUses(), DrawnNumbers(holders)
         self.indices = IndexUses(None)
@@ -120,13 +110,12 @@ class SharedValues:
         self.traces = traces or bool(users)
         said = {name for f in users for name in names_in(f.__code__)}
         self._replaces_all, self.toggles = not said.isdisjoint(WHOLE), not said.isdisjoint(TRAINS)
-        self.known = KnownValues(names, LibraryReads(holders, modules), fake=fake)
+        self.known = KnownValues(self.lasting.names, LibraryReads(holders, modules), fake=fake)
         itself: Any = weakref.proxy(self)  # a cycle would keep tensors of the frames
-        self.sizes = Sizes(partial(SharedValues._is_lasting, itself), self.known, fake=fake)
-        self._taken_in = TakenIn(put_back, self._lasting)
+        self.sizes = Sizes(self.lasting.has, self.known, fake=fake)
         self._used_up = found_among(holders)  # refused if the forward uses them, by id
         self._stays: Effect | None = None  # the first that cannot be put back
-        self._classes, self._cached = ClassesKept(modules), list[Any]()  # kept alive
+        self._classes = ClassesKept(modules)
         self._pending = PendingWrites(self.known, self.sizes, fake=fake)
         note, still = partial(SharedValues._note_all, itself), SharedValues._note_still
         late = partial(SharedValues._beside, itself, lasts=False)
@@ -148,7 +137,7 @@ class SharedValues:
             with self._code.traced():
                 yield
         finally:
-            self._taken_in.forget()
+            self.lasting.taken_in.forget()
 
     def runs_beside(
         self, function: Callable[..., Any], given: object, hop: int, *, lasts: bool = False
@@ -182,7 +171,7 @@ class SharedValues:
     def _beside(
         self, frames: list[StillFrame], hop: int, given: object = None, *, lasts: bool
     ) -> None:
-        self._still, self._all_lasts = ApartRun(), lasts
+        self._still, self.lasting.has_all = ApartRun(), lasts
         self.draws.note(frames, hop)
         for still in frames:
             self._still.code = still.f_code
@@ -224,11 +213,11 @@ class SharedValues:
         if not self.known.is_of_other_sizes:  # no recording goes there
             self.draws.told(access, frame, hop, runs=runs and self._still is None)
             self._stays = self._stays or asks_cache(access, frame)
-        for one in self.draws.used(access, frame, all_last=self._all_lasts):
+        for one in self.draws.used(access, frame, all_last=self.lasting.has_all):
             draws_from(self.known.at(one, ALL), hop, frame.line, self._calls())
         if (places := set_by_method(access.node, frame)) is not None:
             is_open = any_open(arguments_of(access.node), frame, self.known)
-            lasting = [place for place in places if self._is_lasting(place[0])]
+            lasting = [place for place in places if self.lasting.has(place[0])]
             self._will_set(lasting, access, frame, hop, is_fixed=not is_open)
             return
         owner, key, value = of_whole_arrays(access, frame)
@@ -236,22 +225,20 @@ class SharedValues:
             self._finds(access, frame, owner, value)
         self._asks_class(access, frame, owner, value, hop)
         if self._still is not None:
-            self._may_outlive(owner, value, is_there=is_of_module(access.node, frame.code))
-            owner, key, access = entry_of(access, frame, owner, key)
+            owner, key, access = self._entry_of(access, frame, owner, key, value, hop)
         if owner is None or hands_on(owner, key):
             sets = access.writes and owner is None and (runs or not frame.is_running)
             self._note_unknown(access, frame, hop, sets=sets)
         for use, held in used_by(access, value, owner, frame):
-            if self._all_lasts or id(held) in self._lasting:
+            if self.lasting.has_all or id(held) in self.lasting.ids:
                 self._uses(replace(access, use=use), held, frame, hop)
         if key is UNKNOWN:
             return  # of a function that is not running: it sets an entry by an argument
-        self._cached += frame.kept
-        self._lasting.update(map(id, frame.kept))
-        owner = whose(owner, self._objects, self._lasting)
+        self.lasting.keeps(frame)
+        owner = self.lasting.whose(owner)
         if is_by_microbatch(owner) or is_by_microbatch(value):
             return
-        if owner is not None and self._is_lasting(owner):
+        if owner is not None and self.lasting.has(owner):
             if access.is_said:
                 self.known.at(owner, key).said_on.add(hop)
             elif access.reads:
@@ -263,32 +250,37 @@ class SharedValues:
         elif access.writes and isinstance(key, str):
             self.known.set_in_new.add(key)
         if access.reads and access.use is not Use.NONE and self._is_content(value, access, owner):
-            self._uses(access, whose(value, self._objects, self._lasting), frame, hop)
+            self._uses(access, self.lasting.whose(value), frame, hop)
             if advances(value):  # in a recording it is a copy of the user's
                 self.known.at(value, ALL).held_by = owner, key
         if access.reads and not access.is_said:
             self._note_inside(access, value, owner, frame, hop)
 
-    def _may_outlive(self, owner: Any, value: Any, *, is_there: bool) -> None:
-        """Note what outlives the forward for code beside it, or is left by it there."""
-        is_left = is_content(value) and owner is not None and self._is_lasting(owner)
-        if (self._all_lasts and not isinstance(owner, Context)) or is_there or is_left:
-            self._cached += [owner, value]
-            self._lasting.update((id(owner), id(value)))
+    def _entry_of(
+        self, access: Access, frame: Frame, owner: Any, key: Any, value: Any, hop: int
+    ) -> tuple[Any, Any, Access]:
+        """Return what an access beside the forward is of, as :func:`entry_of` does, and note what
+        outlives the forward there, or is left by it."""
+        is_there = is_of_module(access.node, frame.code)
+        self.lasting.add_beside(owner, value, is_there=is_there)
+        inner = entry_of(access, frame, owner, key)
+        if inner[0] is not owner and owner is not None and self.lasting.has(owner):
+            self._reads(owner, key, frame, hop, counts=False)  # ``self.table.get(key)``
+        return inner
 
     def _note_unknown(self, access: Access, frame: Frame, hop: int, *, sets: bool) -> None:
         """Note that code reads, or sets, something in an object that nobody can tell."""
-        name = named_of_unknown(access, frame, self._is_lasting)
+        name = named_of_unknown(access, frame, self.lasting.has)
         if access.reads and not access.is_said:
             self._reads_any(name, access, frame, hop)
         self.known.is_set_by_name(name if sets else None, hop, frame.line)
 
     def _finds(self, access: Access, frame: Frame, owner: Any, value: Any) -> None:
         """Note where the forward finds a value, and what it does to it."""
-        self._stays = self._stays or effect_of(access, frame, self._used_up, self._lasting)
-        self._taken_in.note(access, frame, owner, value)
+        self._stays = self._stays or effect_of(access, frame, self._used_up, self.lasting.ids)
+        self.lasting.taken_in.note(access, frame, owner, value)
         if access.reads and owner is not None:
-            self.on_read(owner, value, frame.frame, self._is_lasting(owner))
+            self.on_read(owner, value, frame.frame, self.lasting.has(owner))
 
     def _note_call(self, access: Access, frame: Frame, hop: int) -> None:
         """Note what a function in C reads by names, and the use of what a cache keeps."""
@@ -296,42 +288,41 @@ class SharedValues:
         for owner, key in asked_by_call(access.node, frame):
             if owner is UNKNOWN:
                 self._reads_any(key, access, frame, hop)
-            elif self._is_lasting(owner) and not access.is_said:
+            elif self.lasting.has(owner) and not access.is_said:
                 for holder in owners_of(owner, key):
                     self._reads(holder, key, frame, hop, counts=False)
                     self.known.at(holder, key).is_unnamed = True
-        sets = [p for p in set_by_call(access.node, frame) if self._is_lasting(p[0])]
+        sets = [p for p in set_by_call(access.node, frame) if self.lasting.has(p[0])]
         if self._still is None:
-            self._taken_in.sets(sets)
+            self.lasting.taken_in.sets(sets)
         if sets:
             self._will_set(sets, access, frame, hop)
         value = frame.given_by(access.node)
-        self._cached += frame.kept
-        self._lasting.update(map(id, frame.kept))
+        self.lasting.keeps(frame)
         if access.use is not Use.NONE and self._is_content(value, access, None):
-            self._uses(access, whose(value, self._objects, self._lasting), frame, hop)
+            self._uses(access, self.lasting.whose(value), frame, hop)
         if not access.is_said:
             self._note_inside(access, value, None, frame, hop)
 
     def _reads_any(self, name: str | None, access: Access, frame: Frame, hop: int) -> None:
         """Note a read of an object that nobody can tell."""
         for owner in self.known.owners_by_name(name):
-            self._reads(owner, name, frame, hop, **read_how(access, frame, self._is_lasting))
+            self._reads(owner, name, frame, hop, **read_how(access, frame, self.lasting.has))
 
     def _asks_class(self, access: Access, frame: Frame, owner: Any, value: Any, hop: int) -> None:
         """Note a read of what an object's class gives it, such as a property, or of the class."""
         found = [(value, "__class__")] if self._replaces_all and access.reads else []
         if isinstance(node := access.node, ast.Attribute) and (owner is None or access.reads):
-            found += [] if self._is_lasting(owner) else [(frame.evaluated(node.value), node.attr)]
+            found += [] if self.lasting.has(owner) else [(frame.evaluated(node.value), node.attr)]
         for asked, name in found:
-            lasts = id(asked) in self._lasting
+            lasts = id(asked) in self.lasting.ids
             for holder in () if is_content(asked) else owners_of(asked, name, lasts=lasts):
                 self._reads(holder, name, frame, hop, counts=False)
 
     def _note_inside(self, access: Access, value: Any, owner: Any, frame: Frame, hop: int) -> None:
         """Note what code reads beside the place that it names."""
         for inner, key in read_inside(access, value, owner, frame):
-            if self._is_lasting(inner) and not is_by_microbatch(inner):
+            if self.lasting.has(inner) and not is_by_microbatch(inner):
                 self._reads(inner, key, frame, hop, counts=access.counts)
 
     def _uses(self, access: Access, value: Any, frame: Frame, hop: int) -> None:
@@ -343,7 +334,7 @@ class SharedValues:
         is_read = access.use is not Use.WRITE and not (is_filled and access.is_dropped)
         key = entry_asked(access, frame)
         if is_read and not access.is_said:
-            self._reads(value, key, frame, hop, **read_how(access, frame, self._is_lasting))
+            self._reads(value, key, frame, hop, **read_how(access, frame, self.lasting.has))
             self._may_read_others(value, key, access, frame, hop)
             if is_given and has_memory(value) and shares_memory(function):
                 known = self.known.at(value, ALL)  # what autograd saves may change, too
@@ -360,22 +351,9 @@ class SharedValues:
             if self._still is not None:
                 known.is_changed_beside(hop, frame.line, updates=access.method not in EMPTIES)
 
-    def _is_lasting(self, owner: Any) -> bool:
-        is_variable = isinstance(owner, Names | types.CellType | threading.local | type)
-        return is_variable or id(owner) in self._lasting or self._taken_in.may_take(owner)
-
     def _is_content(self, value: Any, access: Access, owner: Any) -> bool:
-        """Whether it can change, and outlives the forward."""
-        if isinstance(value, ContextVar):
-            self.known.variables.setdefault(id(value), (value, frozen(value.get(None))))
-            return True
-        if advances(value):
-            return owner is not None and self._is_lasting(owner)
-        is_known, is_space = id(value) in self._lasting, id(value) in self._objects
-        may_change = (is_known or self._taken_in.may_take(value)) and is_content(value)
-        if is_space or may_change or whose(value, {}, ()) is not value:
-            return True
-        return is_known and is_used_whole(value, access, is_still=self._still is not None)
+        still = self._still is not None
+        return self.lasting.is_content(value, access, owner, self.known, is_still=still)
 
     def _reads(
         self, owner: Any, key: Any, frame: Frame, hop: int, *, counts: bool, **how: bool
@@ -398,7 +376,7 @@ class SharedValues:
 
     def _reads_all(self, owner: Any, key: Any, access: Access, frame: Frame, hop: int) -> None:
         """Note a read of a place, of its object's class, and what it may be for other sizes."""
-        how = read_how(access, frame, self._is_lasting)
+        how = read_how(access, frame, self.lasting.has)
         for holder in owners_of(owner, key):
             self._reads(holder, key, frame, hop, **how)
         self._may_read_others(owner, key, access, frame, hop)
@@ -440,7 +418,7 @@ class SharedValues:
     def sets(self) -> dict[int, str]:
         """The objects that were there before and that traced code sets: by id, in words."""
         cells = {id(c) for fs in self._functions.values() for f in fs for c in f.__closure__ or ()}
-        return self.known.sets(self.first | cells)
+        return self.known.sets(self.lasting.first | cells)
 
     def check(self) -> None:
         """Raise an error if a recording cannot put back what the forward does, or cannot see it."""

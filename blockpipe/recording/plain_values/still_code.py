@@ -27,7 +27,7 @@ from .evaluation.calls_behind import (
     Called,
     behind,
     called_by,
-    handed_on_by,
+    called_by_another,
     hooks_of,
     later_behind,
     wrapped_by,
@@ -47,7 +47,6 @@ from .syntax.accesses import (
     captures_of,
     may_set,
 )
-from .syntax.effects import arguments_of
 from .syntax.later_calls import (
     called_again,
     called_later,
@@ -241,11 +240,8 @@ def _runs_now(still: StillFrame, first: StillFrame, later: Later) -> bool:
 def note_later(call: ast.Call, frame: Frame, later: Later) -> None:
     """Note what a call in a frame hands to autograd, but for functions that are written there."""
     for nodes, found in ((called_later(call), later.called), (called_again(call), later.again)):
-        others = [node for node in arguments_of(call) if node not in nodes]
-        found.extend(_frames_of_each(handed_on_by(call, frame, others)))
         for node in nodes:
-            if isinstance(node, ast.Call):  # ``h.register_hook(partial(hook, self))``
-                found.extend(_frames_of_each(handed_on_by(node, frame)))
+            found.extend(_frames_of_each(called_by_another(node, frame)))
 
 
 def _frames_of_each(calls: Iterable[Called]) -> Iterator[StillFrame]:

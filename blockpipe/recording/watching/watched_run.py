@@ -387,7 +387,7 @@ def _note_state(
     known.note_by_size(reads, result, recorder.held)
     recorder.sets, recorder.carries = [*known.sets_by_call()], [*known.reads_by_call()]
     result.carried = list(values.known.carried(reads))
-    result.turning = [*turning_values(known, reads, values.first)]
+    result.turning = [*turning_values(known, reads, values.lasting.first)]
     modules = dict(model.named_modules(remove_duplicate=False))
     result.attributes = [*used_attributes(known, reads, modules, result)]
     result.outside = recorder.outside_tensors.found()

@@ -27,7 +27,8 @@ from ...._torch.modules import (
     within,
 )
 from ....batches.losses import WeightedLoss
-from ..syntax.accesses import Access, accesses_of, calls_of, contexts_of
+from ..syntax.accesses import Access, accesses_of, calls_of, contexts_of, sources_of
+from ..syntax.contents import alternatives
 from ..syntax.effects import arguments_of
 from ..syntax.later_calls import called_later
 from ..syntax.protocols import called_by_name, called_by_with, of_entry, protocols_of, set_by
@@ -175,6 +176,20 @@ def called_at(access: Access, frame: Frame) -> Iterator[Called]:
         value = or_unknown(frame.bound, access.node)
         yield from ((method, Given((value,))) for method in protocols_of(value))
         yield from ((function, Given()) for function in _functions_in(value))
+
+
+def called_by_another(node: ast.expr, frame: Frame) -> Iterator[Called]:
+    """Yield the functions, or the objects with one, that an expression may give to who calls it,
+    also by a variable."""
+    sources = [node]
+    if isinstance(node, ast.Name) and or_unknown(frame.evaluated, node) is UNKNOWN:
+        sources = sources_of(frame.code, node.id)
+    for one in itertools.chain.from_iterable(map(alternatives, sources)):
+        value = or_unknown(frame.bound, one)
+        if _is_function(value) or is_users(type(value).__module__):
+            yield value, Given()
+        elif isinstance(one, ast.Call):  # ``partial(hook, self)``
+            yield from handed_on_by(one, frame)
 
 
 def handed_on_by(

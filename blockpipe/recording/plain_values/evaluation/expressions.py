@@ -115,6 +115,9 @@ class Frame:
                         break  # it is not set yet, or not known
                     if node.id in names:
                         return names[node.id]
+                return UNKNOWN if self.is_running else self.frame.function_named(node.id)
+            case ast.Lambda():
+                return UNKNOWN if self.is_running else self.frame.function_of(node)
             case ast.Attribute():
                 found = attribute_in(self.evaluated(node.value), node.attr)
                 if isinstance(found, property):
@@ -159,6 +162,8 @@ class Frame:
             found, owner = self.evaluated(node), self.evaluated(node.value)
         if isinstance(found, classmethod | types.ClassMethodDescriptorType):  # of Python, or of C
             return found.__get__(None, owner if isinstance(owner, type) else type(owner))
+        if isinstance(found, staticmethod):
+            return found.__func__
         if isinstance(found, functools._lru_cache_wrapper):
             found = found.__wrapped__ if own_attributes(owner).get(node.attr) is None else found
         is_method = isinstance(found, types.FunctionType) and (

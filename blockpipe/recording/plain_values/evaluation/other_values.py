@@ -9,11 +9,15 @@ from typing import Any
 
 from torch import Tensor
 
+from ...._common.libraries import is_users
 from ..syntax.accesses import Access, names_bound
+from ..syntax.effects import arguments_of
 from .expressions import Frame
 from .loops import RunTurn, hop_before
 from .members import UNKNOWN
 from .still_frames import StillFrame, or_unknown, spread
+
+_FUNCTIONS = (ast.Lambda, ast.Name, ast.IfExp, ast.BoolOp, ast.Call)
 
 
 class OtherValues:
@@ -89,7 +93,16 @@ class OtherValues:
 
     def _is_unknown(self, node: ast.expr) -> bool:
         owner = getattr(node, "func", getattr(node, "value", None))
-        return isinstance(owner, ast.expr) and or_unknown(self.frame.evaluated, owner) is UNKNOWN
+        if isinstance(owner, ast.expr) and or_unknown(self.frame.evaluated, owner) is UNKNOWN:
+            return True
+        return any(map(self._may_be_function, arguments_of(node)))
+
+    def _may_be_function(self, node: ast.expr) -> bool:
+        """Whether an argument that is not known may be a function, or an object with one."""
+        if not isinstance(node, _FUNCTIONS) or or_unknown(self.frame.bound, node) is not UNKNOWN:
+            return False
+        made_by = or_unknown(self.frame.bound, node.func) if isinstance(node, ast.Call) else None
+        return made_by is None or is_users(getattr(made_by, "__module__", None))
 
     def _first(self) -> StillFrame:
         names = self.frame.frame.f_globals, self.frame.frame.f_locals

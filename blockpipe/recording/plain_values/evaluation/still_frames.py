@@ -78,6 +78,35 @@ class StillFrame:
         method = attribute_in(type(owner), "__getitem__")
         return self.results.of(method, Given((owner, key), is_all=True))
 
+    def function_named(self, name: str) -> Any:
+        """Return a function that is written in this code, by its name; ``UNKNOWN`` if none is."""
+        found = [c for c in self.f_code.co_consts if getattr(c, "co_name", None) == name]
+        return self._function(found[0], ()) if len(found) == 1 else UNKNOWN
+
+    def function_of(self, node: ast.Lambda) -> Any:
+        """Return the function that a lambda is in this code."""
+        names = tuple(one.arg for one in (*node.args.posonlyargs, *node.args.args))
+        for code in self.f_code.co_consts:
+            is_lambda = getattr(code, "co_name", None) == "<lambda>"
+            if is_lambda and (code.co_firstlineno, code.co_varnames[: code.co_argcount]) == (
+                node.lineno,
+                names,
+            ):
+                frame = Frame(self, {}, None)  # type: ignore[arg-type]
+                return self._function(
+                    code, (or_unknown(frame.bound, d) for d in node.args.defaults)
+                )
+        return UNKNOWN
+
+    def _function(self, code: types.CodeType, defaults: Iterable[Any]) -> types.FunctionType:
+        """Return a function like the one that this code makes, around what is known here."""
+        around = {name: self.f_locals.get(name, UNKNOWN) for name in code.co_freevars}
+        cells = (
+            self.f_cells.get(name, types.CellType(*(() if value is UNKNOWN else (value,))))
+            for name, value in around.items()
+        )
+        return self.results.function(code, self.f_globals, tuple(defaults), tuple(cells), around)
+
     def of_property(self, found: property, owner: Any) -> Any:
         """Return what a property gives."""
         return self.results.of(found.fget, Given((owner,), is_all=True))
@@ -172,7 +201,7 @@ class Given:
         at = next((i for i, one in enumerate(by_position) if one is _REST), None)
         named = dict[str, Any]()
         for keyword in call.keywords:
-            value = or_unknown(frame.evaluated, keyword.value)
+            value = or_unknown(frame.bound, keyword.value)
             if keyword.arg is not None:
                 named[keyword.arg] = value
             elif isinstance(value, dict):
@@ -250,6 +279,7 @@ class Results:
 
     def __init__(self) -> None:
         self._known = dict[Hashable, tuple[Any, Given]]()  # which keep the objects that are named
+        self._functions = dict[Hashable, tuple[types.FunctionType, Any]]()
         self._depth = 0
 
     def of(self, called: Any, given: Given) -> Any:
@@ -282,6 +312,29 @@ class Results:
                 self._depth -= 1
         return self._known[key][0]
 
+    def function(
+        self,
+        code: types.CodeType,
+        names: dict[str, Any],
+        defaults: tuple[Any, ...],
+        cells: tuple[types.CellType, ...],
+        around: Mapping[str, Any],
+    ) -> types.FunctionType:
+        """Return a function with some code; the same one for the same variables around it.
+
+        Args:
+            code: the code.
+            names: the global variables of its module.
+            defaults: of its last arguments.
+            cells: the variables around it.
+            around: what these stand for, by name.
+        """
+        key = id(code), *((name, id(value)) for name, value in sorted(around.items()))
+        if key not in self._functions:
+            made = types.FunctionType(code, names, code.co_name, defaults, cells)
+            self._functions[key] = made, around
+        return self._functions[key][0]
+
     def _returned(self, function: types.FunctionType, given: Given) -> Any:
         code = function.__code__
         returned = returned_by(code)
@@ -310,9 +363,11 @@ class Results:
             if isinstance(method, types.FunctionType) and is_users(method.__module__):
                 return self.of(method, given.behind(kind))
         is_ended = attribute_in(kind, "__del__") is not UNKNOWN  # by code of the user's
-        if not makes_new(kind) or is_ended or issubclass(kind, nn.Module):
+        if not makes_new(kind) or is_ended:
             return UNKNOWN
-        made = object.__new__(kind)
+        made: Any = object.__new__(kind)
+        if isinstance(made, nn.Module):
+            nn.Module.__init__(made)
         space = own_attributes(made)
         if not isinstance(init, types.FunctionType):
             return made
@@ -362,7 +417,7 @@ class Results:
 def _spread(nodes: list[ast.expr], frame: Frame) -> Iterator[Any]:
     for node in nodes:
         if not isinstance(node, ast.Starred):
-            yield or_unknown(frame.evaluated, node)
+            yield or_unknown(frame.bound, node)
             continue
         values = or_unknown(frame.evaluated, node.value)
         yield from values if isinstance(values, tuple | list) else (_REST,)

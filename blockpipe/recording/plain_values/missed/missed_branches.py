@@ -38,7 +38,7 @@ from ..syntax.accesses import (
 )
 from ..syntax.branches import is_in
 from ..syntax.deciders import is_missed
-from ..syntax.later_calls import codes_called_later
+from ..syntax.later_calls import codes_called_again, codes_called_later
 from ..tensors.missed_tensors import MissedTensors
 from ..tensors.untaken_branches import UntakenBranches
 from ..values import back
@@ -332,6 +332,8 @@ class MissedBranches:
                 if inner.f_code in codes_called_later(frame.code):
                     later.called.extend(stills)
                     stills = []
+                elif inner.f_code in codes_called_again(frame.code):
+                    later.again.extend(stills)
                 self._note_called(stills, later, hop)
 
 

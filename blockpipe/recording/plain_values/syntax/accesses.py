@@ -278,11 +278,17 @@ def returned_by(code: types.CodeType) -> Sequence[ast.expr]:
         if instruction.opname.startswith("RETURN"):
             # A lambda's return is where the function begins.
             at = before if code.co_name == "<lambda>" else instruction
-            ends = [node for node, outer in nodes.of(at) if _is_returned(node, outer)]
+            ends: list[ast.expr] = [one for one, outer in nodes.of(at) if _is_returned(one, outer)]
+            ends = [nodes.returned[end]] if (end := _end_of(at)) in nodes.returned else ends
             if not ends:
                 return []
             found[id(ends[0])] = ends[0]
     return [*found.values()]
+
+
+def _end_of(instruction: dis.Instruction) -> tuple[int | None, int | None]:
+    where = instruction.positions
+    return (None, None) if where is None else (where.end_lineno, where.end_col_offset)
 
 
 def _is_returned(node: ast.expr, outer: tuple[ast.AST, ...]) -> bool:

@@ -14,10 +14,18 @@ _PACKS = "saved_tensors_hooks"
 def called_later(call: ast.Call) -> list[ast.expr]:
     """Return the arguments that are called in the backward alone: hooks, and what unpacks saved
     tensors."""
-    if name_called(call) == _PACKS:
+    if name_called(call) == _PACKS or _is_init_of_super(call):
         named = (one.value for one in call.keywords if one.arg == "unpack_hook")
         return [*call.args[1:2], *named]
     return arguments_of(call) if registers_hook(name_called(call)) else []
+
+
+def _is_init_of_super(call: ast.Call) -> bool:
+    """Whether it may be what a subclass of these hooks is made by: others take no function so."""
+    of = call.func.value if isinstance(call.func, ast.Attribute) else None
+    return (
+        name_called(call) == "__init__" and isinstance(of, ast.Call) and name_called(of) == "super"
+    )
 
 
 def called_again(call: ast.Call) -> list[ast.expr]:
