@@ -1,7 +1,6 @@
 """What the micro-batches of one step share: the context of their runs, their results, their random
 streams."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from .._common.callsite import users_line
 from .._common.nested import tensors
 from ..batches.microbatch import Microbatch
 from ..crossing.carried_values import Carried, CarriedValues
@@ -20,9 +20,10 @@ from ..crossing.step_context import Graphs, StepContext
 from ..devices.devices import is_asynchronous
 from ..devices.digests import Comparisons
 from ..devices.observer import Watch
+from ..errors import StateError
 from ..preparation.prepared import Prepared
-from ..recording.entries import Hop
-from .microbatch.attribute_uses import AttributeUses
+from ..stages.cursor import current_cursor
+from .microbatch.attribute_uses import AttributeUses, LateUses
 from .microbatch.kept_values import KeptValues
 from .microbatch.left_kinds import LeftKinds, LeftTrained
 from .microbatch.shared_arguments import SharedArguments
@@ -75,6 +76,8 @@ class StepState:
         self.written: dict[str, list[int]] = {}
         self.mode = mode_of(request, inputs_need_grad=self.inputs_need_grad)
         self.context.constants = None if self.mode.one_by_one else Constants()
+        one_by_one = self.mode.one_by_one
+        self.context.on_checkpoint = partial(_begins_checkpoint, request.prepared, one_by_one)
         turning = request.prepared.recording.turning
         self._kinds: LeftKinds | None = None
         if turning and not self.mode.one_by_one:
@@ -82,6 +85,7 @@ class StepState:
         self._trained: LeftTrained | None = None
         has_several = not self.mode.one_by_one and request.prepared.compiled is None
         self.uses = AttributeUses(request.prepared.attributes) if has_several else None
+        self.late_uses = LateUses(request.prepared.attributes) if has_several else None
         if request.prepared.recording.may_toggle and differentiable and not self.mode.one_by_one:
             schedule = request.prepared.schedule(request.schedule, len(microbatches))
             self._trained = LeftTrained(request.prepared, schedule)
@@ -183,18 +187,33 @@ def _context(
         cut=request.is_cut,
         split=not isinstance(schedule, str) or schedule.startswith(("zb", "auto")),
     )
-    context = StepContext(
+    return StepContext(
         *(prepared.route, prepared.homes, prepared.devices, graphs, prepared.known_forward),
         sources=randomness.sources,
         isolate_as=request.isolate_as,
         observer=request.observer,
     )
-    context.on_checkpoint = partial(_begins_checkpoint, prepared.recording.hops)
-    return context
 
 
-def _begins_checkpoint(hops: Sequence[Hop], kept: object, hop: int) -> None:
+def _begins_checkpoint(prepared: Prepared, one_by_one: bool, kept: object, hop: int) -> None:
     """Note that a ``torch.utils.checkpoint`` begins on a hop, which the recording may not have met,
-    and which may go on on later ones: their backwards set the states of generators."""
-    for info in hops[hop:]:
+    and which may go on on later ones: their backwards set the states of generators.
+
+    Raises:
+        StateError: neither the recording nor the source told of it, and its recomputation may read
+            what later forwards have changed by then.
+    """
+    recording, cursor = prepared.recording, current_cursor()
+    is_known = hop in prepared.known_forward.hops_rerunning_forward or hop in recording.may_rerun
+    is_loss = cursor is not None and cursor.passes
+    may_read = bool(recording.set_beside) if is_loss else recording.leaves_state
+    if may_read and not (is_known or one_by_one):
+        raise StateError(
+            f"a torch.utils.checkpoint began on stage {prepared.route[hop]} ({users_line()}) that "
+            "the recorded forward has not, and this model changes something in its forwards: the "
+            "recomputation, which comes after later forwards, may read or change the same; give "
+            "Pipeline a sample that takes this way, let an attribute decide that is set between "
+            "steps, pass checkpoint= to Pipeline, or use schedule='sequential'"
+        )
+    for info in recording.hops[hop:]:
         info.reruns_forward = True

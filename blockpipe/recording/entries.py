@@ -407,19 +407,35 @@ class UsedAttribute(_InObject):
         key: its name in its object; ``None``: any.
         name: its name for messages.
         where: the line that reads it, or else sets it; empty where code of libraries does.
-        read_on: the stages that read it.
-        set_on: those that set it.
+        read_early: the stages whose forwards read it.
+        set_early: those whose forwards set it.
+        read_late: those whose backwards read it.
+        set_late: those whose backwards set it.
         said_on: those that print or log it.
         counted_on: those that read it only to update it.
+        is_constant: whether all that set it set the same.
     """
 
     key: str | None
     name: str
     where: str
-    read_on: set[int] = field(default_factory=set)
-    set_on: set[int] = field(default_factory=set)
+    read_early: set[int] = field(default_factory=set)
+    set_early: set[int] = field(default_factory=set)
+    read_late: set[int] = field(default_factory=set)
+    set_late: set[int] = field(default_factory=set)
     said_on: set[int] = field(default_factory=set)
     counted_on: set[int] = field(default_factory=set)
+    is_constant: bool = field(default=False, kw_only=True)
+
+    @property
+    def read_on(self) -> set[int]:
+        """The stages that read it."""
+        return self.read_early | self.read_late
+
+    @property
+    def set_on(self) -> set[int]:
+        """The stages that set it."""
+        return self.set_early | self.set_late
 
     @property
     def used_on(self) -> set[int]:

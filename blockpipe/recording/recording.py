@@ -109,6 +109,9 @@ class Recording:
     """What it sets and reads of objects, and on which stages."""
     may_write: dict[str, set[int]] = field(default_factory=dict, repr=False)
     """The tensors that such a branch writes, by their names, with its hops."""
+    may_rerun: set[int] = field(default_factory=set)
+    """The hops on which such a branch, or the loss, calls ``torch.utils.checkpoint``, of functions
+    that were looked at."""
     may_use: dict[str, set[int]] = field(default_factory=dict, repr=False)
     """The parameters and buffers that such a branch reads or writes, if data may lead there."""
     switches: bool = False  # whether it sets switches of torch or the process for a while

@@ -73,6 +73,60 @@ class AttributeUses:
             _refuse("read", key, place, stage)
 
 
+class LateUses:
+    """Watches them in the backwards of such a step: code that autograd calls, and of which the
+    recording did not know that it uses an attribute of the forwards. Later forwards come before.
+
+    Args:
+        known: the attributes that the recorded forward uses.
+    """
+
+    def __init__(self, known: KnownAttributes) -> None:
+        self._known = known
+
+    def sets(self, owner: object, key: str) -> Callable[[], None] | None:
+        """Look before a backward sets an attribute; returns what looks afterwards.
+
+        Raises:
+            StateError: forwards read it. What looks afterwards raises this.
+        """
+        place, stage = self._known.of(owner, key), current_stage()
+        if place is None or stage is None or stage in place.set_late or not place.read_early:
+            return None
+        then = own_value(owner, key)
+
+        def is_set() -> None:
+            if not _is_same(then, own_value(owner, key)):
+                _refuse_late("set", key, place, stage, place.read_early)
+
+        return is_set
+
+    def reads(self, owner: object, key: str) -> None:
+        """Look where a backward reads an attribute.
+
+        Raises:
+            StateError: forwards set it.
+        """
+        place, stage = self._known.of(owner, key), current_stage()
+        if place is None or stage is None or not place.set_early or place.is_constant:
+            return
+        if stage not in place.read_late | place.said_on:
+            _refuse_late("read", key, place, stage, place.set_early)
+
+
+def _refuse_late(
+    how: str, key: str, place: UsedAttribute, stage: int, others: set[int]
+) -> NoReturn:
+    name = place.name if place.key is not None else f"attribute {key!r} of {place.name}"
+    raise StateError(
+        f"{name} was {how} in a backward on stage {stage} ({users_line()}), where the recorded "
+        f"forward handed no such code to autograd, and forwards on stages {sorted(others)} "
+        f"{'read' if how == 'set' else 'set'} it{f' ({place.where})' if place.where else ''}: "
+        "those of later micro-batches come before this backward; keep what it needs for it in the "
+        "forward (a variable, or its context), set it between steps, or use schedule='sequential'"
+    )
+
+
 def _refuse(how: str, key: str, place: UsedAttribute, stage: int) -> NoReturn:
     name = place.name if place.key is not None else f"attribute {key!r} of {place.name}"
     others = sorted((place.used_on if how == "set" else place.set_on) - {stage})

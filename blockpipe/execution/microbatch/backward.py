@@ -41,7 +41,7 @@ class MicrobatchBackward:
         phase = "recomputation" if action.kind == "R" else "backward"
         cursor = Cursor()
         cursor.stage = stage
-        cursor.uses = self._state.uses
+        cursor.uses = self._state.uses if action.kind == "R" else self._state.late_uses
         outer = set_cursor(cursor)  # for hooks of the user's: which stage is this?
         try:
             self._state.be_on(stage)

@@ -36,23 +36,31 @@ def used_attributes(
     found = dict[tuple[int, str | None], UsedAttribute]()
     for used in _read_by_calls(known, modules, result):
         place = found.setdefault(used.place, used)
-        place.read_on |= used.read_on
+        place.read_early |= used.read_early
     for value, others, name in known.each():
         is_list = isinstance(value.key, Registered)  # which members a module has
         if not _has_attributes(value.owner) or (_is_unread(value, names) and not is_list):
             continue
         hops = value.read_on.union(*(other.read_on for other in others))
-        all_hops = map(hops_of, (hops, value.set_on, value.said_on, value.counted_on))
-        on = [{*map(result.stage_of, some)} for some in all_hops]
+        numbers = *_early_and_late(hops, value.set_on), value.said_on, value.counted_on
+        on = [{*map(result.stage_of, hops_of(some))} for some in numbers]
         if min(set[int]().union(*on), default=0) < 0:
             continue  # on a hop on which nothing runs
         name = in_words(value.owner, None, known.paths) if is_list else name
         key, where = None if is_list else value.key, value.first_read or value.first_write
         used = UsedAttribute(held(value.owner), key, name, where, *on)
+        used.is_constant = value.is_constant
         if (same := found.get(used.place)) is not None:
-            used.read_on |= same.read_on
+            used.read_early |= same.read_early
         found[used.place] = used
     yield from found.values()
+
+
+def _early_and_late(read: set[int], written: set[int]) -> Iterator[set[int]]:
+    """Yield the hops whose forwards read and set something, and those whose backwards do."""
+    for is_late in (False, True):
+        for numbers in (read, written):
+            yield {hop for hop in numbers if (hop < 0) is is_late}
 
 
 def _read_by_calls(

@@ -222,6 +222,7 @@ class MissedBranches:
             self._note_still(still, hop)
             if may_run:
                 self._tensors.note_still(still, hop)
+        self._untaken.reruns |= {hop} if later.again else set()
         for still in later.again:
             self._note_still(still, back(hop))
             if may_run:

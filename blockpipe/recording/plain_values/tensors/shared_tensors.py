@@ -31,7 +31,7 @@ def note_shared_tensors(
     result.late_backwards += beside.written_late(forward, in_branches)
     result.shared_changes += beside.shared(forward, in_branches)
     result.shared_changes += (found := [*missed.shared(forward)])
-    result.may_write = untaken.writes(forward)
+    result.may_write, result.may_rerun = untaken.writes(forward), untaken.reruns
     for used in in_branches.values():
         info = forward.told(used.owner)[1]
         if isinstance(info, TensorInfo):

@@ -36,6 +36,7 @@ class UntakenBranches:
     Attributes:
         sets: the hops that may set the value at a place, by its object's id and its key.
         calls_late: the hops on which functions may be handed to autograd.
+        reruns: those on which a branch, or the loss, has a checkpoint.
         lasts: says whether a tensor outlives the forward.
     """
 
@@ -43,7 +44,7 @@ class UntakenBranches:
         self._known = known
         self.lasts: Callable[[Tensor], bool] = lambda tensor: False
         self.sets = defaultdict[tuple[int, Any], set[int]](set)
-        self.calls_late = set[int]()
+        self.calls_late, self.reruns = set[int](), set[int]()
         self._written = list[tuple[Tensor, int, str]]()
         self._places: list[tuple[Any, Any, _Read]] = []
         self._tensors: list[tuple[Tensor, _Read]] = []
