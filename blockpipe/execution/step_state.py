@@ -22,6 +22,7 @@ from ..devices.digests import Comparisons
 from ..devices.observer import Watch
 from ..errors import StateError
 from ..preparation.prepared import Prepared
+from ..recording.plain_values.tensors.used_tensors import statistics_of
 from ..stages.cursor import current_cursor
 from .microbatch.attribute_uses import AttributeUses, LateUses
 from .microbatch.kept_values import KeptValues
@@ -195,6 +196,16 @@ def _context(
     )
 
 
+def _changes_state(prepared: Prepared) -> bool:
+    """Whether forwards change something that outlives them, or may do so where a normalization
+    that learns is called that no recorded call has called."""
+    recording = prepared.recording
+    is_written = any(held.written for held in recording.buffers)
+    if recording.leaves_state or recording.changing or is_written:
+        return True
+    return any(module.training and statistics_of(module) for module in prepared.model.modules())
+
+
 def _begins_checkpoint(prepared: Prepared, one_by_one: bool, kept: object, hop: int) -> None:
     """Note that a ``torch.utils.checkpoint`` begins on a hop, which the recording may not have met,
     and which may go on on later ones: their backwards set the states of generators.
@@ -206,7 +217,7 @@ def _begins_checkpoint(prepared: Prepared, one_by_one: bool, kept: object, hop: 
     recording, cursor = prepared.recording, current_cursor()
     is_known = hop in prepared.known_forward.hops_rerunning_forward or hop in recording.may_rerun
     is_loss = cursor is not None and cursor.passes
-    may_read = bool(recording.set_beside) if is_loss else recording.leaves_state
+    may_read = bool(recording.set_beside) if is_loss else _changes_state(prepared)
     if may_read and not (is_known or one_by_one):
         raise StateError(
             f"a torch.utils.checkpoint began on stage {prepared.route[hop]} ({users_line()}) that "

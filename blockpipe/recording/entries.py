@@ -413,7 +413,6 @@ class UsedAttribute(_InObject):
         set_late: those whose backwards set it.
         said_on: those that print or log it.
         counted_on: those that read it only to update it.
-        is_constant: whether all that set it set the same.
     """
 
     key: str | None
@@ -425,7 +424,6 @@ class UsedAttribute(_InObject):
     set_late: set[int] = field(default_factory=set)
     said_on: set[int] = field(default_factory=set)
     counted_on: set[int] = field(default_factory=set)
-    is_constant: bool = field(default=False, kw_only=True)
 
     @property
     def read_on(self) -> set[int]:

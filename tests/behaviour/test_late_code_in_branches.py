@@ -125,7 +125,108 @@ def with_checkpoint(h: Tensor) -> Tensor:
     return checkpoint(body, h, use_reentrant=False)  # type: ignore[no-any-return]
 
 
+def made_by(state: Any) -> Callable[[Tensor], Tensor]:
+    def hook(gradient: Tensor) -> Tensor:
+        return gradient * state.scale
+
+    return hook
+
+
+def with_factory(h: Tensor) -> Tensor:
+    h.register_hook(made_by(STATE))
+    return h
+
+
+def with_variable(h: Tensor) -> Tensor:
+    hook = lambda g: g * STATE.scale  # noqa: E731 - as users write it
+    h.register_hook(hook)
+    return h
+
+
+def attach(h: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:
+    if h.requires_grad:
+        h.register_hook(hook)
+    return h
+
+
+def with_helper(h: Tensor) -> Tensor:
+    return attach(h, lambda g: g * STATE.scale)
+
+
+class Damper:
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        return gradient * self.state.scale  # type: ignore[no-any-return]
+
+
+def with_object(h: Tensor) -> Tensor:
+    h.register_hook(Damper(STATE))
+    return h
+
+
+def with_choice(h: Tensor) -> Tensor:
+    hook = scale if h.requires_grad else None
+    if hook is not None:
+        h.register_hook(hook)
+    return h
+
+
+def with_node_of_factory(h: Tensor) -> Tensor:
+    def make() -> Callable[[Any], Any]:
+        return lambda gradients: (gradients[0] * STATE.scale,)
+
+    h = h * 1
+    assert h.grad_fn is not None
+    h.grad_fn.register_prehook(make())
+    return h
+
+
+class Called(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, by: Callable[[], float]) -> Tensor:
+        context.by = by
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:
+        return gradient * context.by(), None
+
+
+def with_callable(h: Tensor) -> Tensor:
+    return Called.apply(h, lambda: STATE.scale)  # type: ignore[no-any-return]
+
+
+class Reversal(nn.Module):
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+
+    def forward(self, h: Tensor) -> Tensor:
+        return Called.apply(h, self.read)  # type: ignore[no-any-return]
+
+    def read(self) -> float:
+        return -self.state.scale  # type: ignore[no-any-return]
+
+
+def with_new_module(h: Tensor) -> Tensor:
+    return Reversal(STATE)(h)  # type: ignore[no-any-return]
+
+
+class Unpacking(saved_tensors_hooks):
+    def __init__(self) -> None:
+        super().__init__(lambda t: t, lambda t: t * STATE.scale)
+
+
+def with_subclass(h: Tensor) -> Tensor:
+    with Unpacking():
+        return h * h
+
+
 LATE = [
+    *(with_factory, with_variable, with_helper, with_object, with_choice, with_node_of_factory),
+    *(with_callable, with_new_module, with_subclass),
     *(with_lambda, with_inner, with_keyword, with_partial, with_node, with_several, with_custom),
     *(with_alias, with_custom_in_checkpoint, with_unpacking),
 ]
@@ -262,3 +363,112 @@ def test_a_context_in_a_loss_is_its_own(hand_over: Callable[[Tensor], Tensor]) -
         return mse_loss(hand_over(output), target)
 
     assert_exact(plain_model, loss)
+
+
+class Owning(nn.Module):
+    """Sets an attribute of its own in each forward, which the backward of what a branch hands over
+    reads in ways that no source tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.inner = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale, self.read_late = 1.0, True
+        self.again = functools.partial(checkpoint, use_reentrant=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+        with bp.Block(stage=1):
+            self.scale = 1 + float(h.detach().abs().mean())
+            if float(x.detach().max()) > 0.5:
+                h = self.changed(h)
+            return self.b(h)
+
+    def changed(self, h: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class ByClosure(Owning):
+    def changed(self, h: Tensor) -> Tensor:
+        net = self
+
+        class Own(torch.autograd.Function):
+            @staticmethod
+            def forward(context: Any, x: Tensor) -> Tensor:
+                return x.clone()
+
+            @staticmethod
+            def backward(context: Any, gradient: Tensor) -> Any:
+                return gradient * net.scale
+
+        return Own.apply(h)  # type: ignore[no-any-return]
+
+
+class ByReduce(Owning):
+    def changed(self, h: Tensor) -> Tensor:
+        hooks = [lambda g: g * self.scale]
+        functools.reduce(lambda _, hook: h.register_hook(hook), hooks, None)  # type: ignore
+        return h
+
+
+class Sets(Owning):
+    """The hook sets what each forward reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+        with bp.Block(stage=1):
+            h = h * self.scale
+            if float(x.detach().max()) > 0.5:
+                hooks = {True: self.note}
+                any(h.register_hook(hook) for hook in hooks.values())
+            return self.b(h)
+
+    def note(self, gradient: Tensor) -> None:
+        self.scale = 1 + float(gradient.abs().mean())
+
+
+class ByPartialCheckpoint(Owning):
+    def changed(self, h: Tensor) -> Tensor:
+        return self.again(self.inner.__call__, h) * self.scale  # type: ignore[no-any-return]
+
+
+class OfNorm(Owning):
+    """Nothing but the branch changes anything, and that twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+        with bp.Block(stage=1):
+            if float(x.detach().max()) > 0.5:
+                h = self.again(self.norm, h)
+            return self.b(h)
+
+
+@pytest.mark.parametrize("kind", [ByClosure, ByReduce, Sets, ByPartialCheckpoint, OfNorm])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_step_tells_what_no_source_has_told(kind: type[Owning], schedule: str) -> None:
+    pipe = bp.Pipeline(kind(), devices=stages(2), chunks=4, schedule=schedule)
+    pipe.forward_backward(X, target=Y, loss_fn=mse_loss)
+    with pytest.raises(StateError, match=r"in a backward|torch.utils.checkpoint began"):
+        pipe.forward_backward(X + 0.4, target=Y, loss_fn=mse_loss)
+
+
+class Unchanging(Owning):
+    """Such a checkpoint harms nothing where forwards change nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+        with bp.Block(stage=1):
+            if float(x.detach().max()) > 0.5:
+                h = self.again(self.inner, h)
+            return self.b(h)
+
+
+def test_a_checkpoint_in_a_branch_trains_where_nothing_changes() -> None:
+    assert_exact(Unchanging, mse_loss)

@@ -108,7 +108,7 @@ class LateUses:
             StateError: forwards set it.
         """
         place, stage = self._known.of(owner, key), current_stage()
-        if place is None or stage is None or not place.set_early or place.is_constant:
+        if place is None or stage is None or not place.set_early:
             return
         if stage not in place.read_late | place.said_on:
             _refuse_late("read", key, place, stage, place.set_early)

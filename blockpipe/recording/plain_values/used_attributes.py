@@ -39,7 +39,9 @@ def used_attributes(
         place.read_early |= used.read_early
     for value, others, name in known.each():
         is_list = isinstance(value.key, Registered)  # which members a module has
-        if not _has_attributes(value.owner) or (_is_unread(value, names) and not is_list):
+        # What forwards set, code may read that no recording has met: in a backward.
+        is_unused = _is_unread(value, names) and not (is_list or value.set_on)
+        if not _has_attributes(value.owner) or is_unused:
             continue
         hops = value.read_on.union(*(other.read_on for other in others))
         numbers = *_early_and_late(hops, value.set_on), value.said_on, value.counted_on
@@ -49,7 +51,6 @@ def used_attributes(
         name = in_words(value.owner, None, known.paths) if is_list else name
         key, where = None if is_list else value.key, value.first_read or value.first_write
         used = UsedAttribute(held(value.owner), key, name, where, *on)
-        used.is_constant = value.is_constant
         if (same := found.get(used.place)) is not None:
             used.read_early |= same.read_early
         found[used.place] = used
