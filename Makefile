@@ -51,7 +51,7 @@ test-properties: $(VENV)/.test
 
 # On the simulated accelerator; ONE_IN=24 takes a minute.
 test-devices: $(VENV)/.test
-	$(PYTEST) -m 'not slow' --simulated --parameters 1 --one-in $(ONE_IN)
+	$(PYTEST) -m 'not slow' --simulated --parameters 1 --one-in $(ONE_IN) --turn $(TURN)
 	$(BIN)/python -m pytest -m 'timed and not slow' --simulated
 
 # What takes long.

@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,15 +115,22 @@ def assert_same_gradients(one: nn.Module, other: nn.Module) -> None:
 
 
 def assert_trains_as_plain(
-    net: nn.Module, plain: nn.Module, x: Tensor, y: Tensor, steps: int = 4
+    net: nn.Module,
+    plain: nn.Module,
+    x: Tensor | Sequence[Tensor],
+    y: Tensor,
+    steps: int = 4,
+    schedule: str = "1f1b",
 ) -> None:
     """Take steps of four micro-batches with a marked model of two stages, and plain ones with its
-    copy: their gradients add up to the same."""
-    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
-    for _ in range(steps):
-        pipe.forward_backward(x, target=y, loss_fn=mse_loss)
-        plain_step(plain, (x,), {}, y, mse_loss, 4)
-    assert_same_gradients(net, plain)
+    copy: after each, their gradients have added up to the same. Several batches come in turn."""
+    batches = [x] if isinstance(x, Tensor) else x
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule=schedule)
+    for step in range(steps):
+        batch = batches[step % len(batches)]
+        pipe.forward_backward(batch, target=y, loss_fn=mse_loss)
+        plain_step(plain, (batch,), {}, y, mse_loss, 4)
+        assert_same_gradients(net, plain)
 
 
 def without_randomness(model: nn.Module) -> nn.Module:

@@ -1,6 +1,7 @@
 """Recomputed calls with layers that did not run when the model was recorded."""
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -77,3 +78,24 @@ def test_a_layer_that_a_count_chooses_in_a_later_step_is_refused() -> None:
         pipe.forward_backward(torch.randn(6, 4), loss_fn=square)
     with pytest.raises(StateError, match="'first'.* writes to its buffer .*set what it branches"):
         pipe.forward_backward(torch.randn(6, 4), loss_fn=square)
+
+
+class Jittered(nn.Module):
+    """Draws from a generator of its own, if the data say so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.chance = nn.Linear(4, 4), random.Random(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        return (h * self.chance.random()).tanh() if x.mean().item() > 0.5 else h
+
+
+def test_a_generator_of_ones_own_that_a_later_step_draws_from_is_compared() -> None:
+    """The recomputation draws another number."""
+    pipe = bp.Pipeline(Net(Jittered), devices=stages(2), chunks=3, checkpoint="always")
+    for _ in range(2):
+        pipe.forward_backward(torch.zeros(6, 4), loss_fn=square)
+    with pytest.raises(StateError, match="with other numbers when it was recomputed"):
+        pipe.forward_backward(torch.ones(6, 4), loss_fn=square)

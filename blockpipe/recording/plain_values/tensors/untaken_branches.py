@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ....restoring.contents import is_generator
 from ...calls import Call
 from ...entries import TensorInfo
 from ..evaluation.expressions import Frame
@@ -20,6 +21,7 @@ from ..evaluation.still_frames import StillFrame
 from ..known_values import KnownValues
 from ..places import has_tensors, space_of
 from ..syntax.accesses import Access, accesses_of
+from ..syntax.uses import Use
 from ..values import SharedValue, hops_of
 from .tensor_uses import ForwardsTensors
 from .used_tensors import statistics_of, uses_of
@@ -69,6 +71,10 @@ class UntakenBranches:
                         self._places.append((owner, key, read))
                     if access.writes or access.use.changes:
                         self.sets[space_of(owner), None if key is ALL else key].add(read[0])
+                if access.use is not Use.NONE and is_generator(
+                    value := frame.evaluated(access.node)
+                ):
+                    self.sets[space_of(value), None].add(read[0])
                 uses = [*uses_of(access, frame, self.lasts)]
                 self._tensors += ((use.tensor, read) for use in uses if use.reads)
                 line = frame.line_of(access.node)
