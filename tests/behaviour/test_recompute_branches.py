@@ -81,18 +81,20 @@ def test_a_layer_that_a_count_chooses_in_a_later_step_is_refused() -> None:
 
 
 class Jittered(nn.Module):
-    """Draws from a generator of its own, if the data say so."""
+    """Draws from a generator of its own between its layers, if the data say so."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.chance = nn.Linear(4, 4), random.Random(0)
+        self.layer, self.last, self.chance = nn.Linear(4, 4), nn.Linear(4, 4), random.Random(0)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.layer(x)
-        return (h * self.chance.random()).tanh() if x.mean().item() > 0.5 else h
+        h = self.layer(x).tanh()
+        if x.detach().abs().max() > 0.5:
+            h = (h * self.chance.random()).tanh()
+        return self.last(h).tanh()
 
 
-def test_a_generator_of_ones_own_that_a_later_step_draws_from_is_compared() -> None:
+def test_draws_from_a_generator_of_ones_own_in_a_later_step_are_compared() -> None:
     """The recomputation draws another number."""
     pipe = bp.Pipeline(Net(Jittered), devices=stages(2), chunks=3, checkpoint="always")
     for _ in range(2):
