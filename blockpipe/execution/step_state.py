@@ -86,7 +86,7 @@ class StepState:
         self._trained: LeftTrained | None = None
         has_several = not self.mode.one_by_one and request.prepared.compiled is None
         self.uses = AttributeUses(request.prepared.attributes) if has_several else None
-        self.late_uses = LateUses(request.prepared.attributes) if has_several else None
+        self.late_uses = _late_uses(request.prepared) if has_several else None
         if request.prepared.recording.may_toggle and differentiable and not self.mode.one_by_one:
             schedule = request.prepared.schedule(request.schedule, len(microbatches))
             self._trained = LeftTrained(request.prepared, schedule)
@@ -194,6 +194,12 @@ def _context(
         isolate_as=request.isolate_as,
         observer=request.observer,
     )
+
+
+def _late_uses(prepared: Prepared) -> LateUses:
+    known = prepared.known_forward.hops_rerunning_forward
+    rerun = {prepared.route[hop] for hop in (*known, *prepared.recording.may_rerun)}
+    return LateUses(prepared.attributes, rerun)
 
 
 def _changes_state(prepared: Prepared) -> bool:

@@ -9,7 +9,7 @@ stage they are used.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 from torch import nn
@@ -79,10 +79,17 @@ class LateUses:
 
     Args:
         known: the attributes that the recorded forward uses.
+        rerun: the stages with functions of which it is known that backwards run them again, and
+            what these use.
     """
 
-    def __init__(self, known: KnownAttributes) -> None:
-        self._known = known
+    def __init__(self, known: KnownAttributes, rerun: Collection[int]) -> None:
+        self._known, self._rerun = known, rerun
+
+    def _of(self, owner: object, key: str) -> tuple[UsedAttribute | None, int | None]:
+        stage = current_stage()
+        is_known = stage is None or stage in self._rerun
+        return None if is_known else self._known.of(owner, key), stage
 
     def sets(self, owner: object, key: str) -> Callable[[], None] | None:
         """Look before a backward sets an attribute; returns what looks afterwards.
@@ -90,7 +97,7 @@ class LateUses:
         Raises:
             StateError: forwards read it. What looks afterwards raises this.
         """
-        place, stage = self._known.of(owner, key), current_stage()
+        place, stage = self._of(owner, key)
         if place is None or stage is None or stage in place.set_late or not place.read_early:
             return None
         then = own_value(owner, key)
@@ -107,10 +114,10 @@ class LateUses:
         Raises:
             StateError: forwards set it.
         """
-        place, stage = self._known.of(owner, key), current_stage()
+        place, stage = self._of(owner, key)
         if place is None or stage is None or not place.set_early:
             return
-        if stage not in place.read_late | place.said_on:
+        if stage not in place.read_late | place.set_late | place.said_on:  # or it reads its own
             _refuse_late("read", key, place, stage, place.set_early)
 
 

@@ -31,6 +31,7 @@ MOST_BYTES = 65_536  # of an array, likewise
 _MOST_OBJECTS = 20_000
 _MOST_NESTED = 30
 _PLAIN = frozenset([bool, int, float, complex, str, bytes, type(None)])
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _OPAQUE = (nn.Module, types.ModuleType, torch.Generator)  # code reads them as they are
 _FIXED = (*_OPAQUE, type, enum.Enum, types.FunctionType, types.BuiltinFunctionType)
 _NOTHING = None, "unset"  # what a context variable without a value says
@@ -126,7 +127,7 @@ class Contents:
         if isinstance(value, int | float | complex | str | bytes):
             base = next(base for base in kind.__mro__ if base in _PLAIN)
             return kind, base(value), self._attributes(value)
-        if isinstance(value, dict | list | tuple | set | frozenset | deque):
+        if isinstance(value, _CONTAINERS):
             return kind, self._members(value), self._attributes(value)
         if kind is types.FunctionType:
             return self._function(value)
@@ -163,11 +164,12 @@ class Contents:
         return self._same(value), value.getEffectiveLevel(), value.disabled, value.manager.disable
 
     def _members(self, value: Any) -> Hashable:
-        if len(value) > _MOST_MEMBERS:
-            return self._same(value), len(value)
+        kind = next(one for one in _CONTAINERS if isinstance(value, one))  # past its own methods
+        if (count := kind.__len__(value)) > _MOST_MEMBERS:
+            return self._same(value), count
         if isinstance(value, dict):
             return self._each(dict.keys(value)), self._each(dict.values(value))
-        found = self._each(value)
+        found = self._each(kind.__iter__(value))
         return frozenset(found) if isinstance(value, set | frozenset) else found
 
     def _each(self, values: Iterable[Any]) -> tuple[Hashable, ...]:

@@ -70,7 +70,10 @@ _TAKE_AS_IT_IS = (len, bool, iter, list, tuple, reversed, dict)
 
 def is_by_microbatch(container: Any) -> bool:
     """Return whether a dictionary has an entry for each micro-batch: they share none of it."""
-    return isinstance(container, dict) and bool(container) and all(map(is_of_microbatch, container))
+    if not isinstance(container, dict):
+        return False
+    keys = [*dict.__iter__(container)]  # past methods of the user's
+    return bool(keys) and all(map(is_of_microbatch, keys))
 
 
 def attribute_of(owner: Any, key: Any) -> tuple[str, type | None] | None:

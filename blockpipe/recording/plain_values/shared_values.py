@@ -160,10 +160,10 @@ class SharedValues:
             hop: the hop.
             cut: whether each hop has a backward of its own.
         """
-        later = Later([], [])
+        later = Later([], [], [])
         with self.known.beside_loss():
             self._beside([*frames_of(loss_fn, later=later)], hop, lasts=True)
-        self.untaken.reruns |= {hop} if later.again else set()
+        self.untaken.runs_again(later.rerun, hop)
         if cut and (found := [*later.called, *later.again]):
             self._beside(found, back(hop), lasts=True)
         elif cut and hands_to_autograd(loss_fn):  # nobody knows what

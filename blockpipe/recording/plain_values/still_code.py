@@ -64,10 +64,12 @@ class Later(NamedTuple):
     Attributes:
         called: hooks, the backwards of custom functions, and what unpacks saved tensors.
         again: those of checkpoints, which have run in the forward, too.
+        rerun: the functions and modules that checkpoints are given, also a library's.
     """
 
     called: list[StillFrame]
     again: list[StillFrame]
+    rerun: list[Any]
 
 
 class Hook(NamedTuple):
@@ -232,6 +234,7 @@ def _runs_now(still: StillFrame, first: StillFrame, later: Later) -> bool:
         return False
     if still.f_code in codes_called_again(first.f_code):
         later.again.extend([still, *_frames_of_each(called_by(still))])
+        later.rerun.append(still.f_code)
     for call in calls_of(still.f_code):
         note_later(call, Frame(still, {}, None), later)  # type: ignore[arg-type]
     return True
@@ -239,9 +242,12 @@ def _runs_now(still: StillFrame, first: StillFrame, later: Later) -> bool:
 
 def note_later(call: ast.Call, frame: Frame, later: Later) -> None:
     """Note what a call in a frame hands to autograd, but for functions that are written there."""
-    for nodes, found in ((called_later(call), later.called), (called_again(call), later.again)):
-        for node in nodes:
-            found.extend(_frames_of_each(called_by_another(node, frame)))
+    for node in called_later(call):
+        later.called.extend(_frames_of_each(called_by_another(node, frame)))
+    for node in called_again(call):
+        functions = [*called_by_another(node, frame)]
+        later.rerun.extend(function for function, _ in functions)
+        later.again.extend(_frames_of_each(functions))
 
 
 def _frames_of_each(calls: Iterable[Called]) -> Iterator[StillFrame]:

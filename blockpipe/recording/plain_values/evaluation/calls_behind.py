@@ -186,7 +186,7 @@ def called_by_another(node: ast.expr, frame: Frame) -> Iterator[Called]:
         sources = sources_of(frame.code, node.id)
     for one in itertools.chain.from_iterable(map(alternatives, sources)):
         value = or_unknown(frame.bound, one)
-        if _is_function(value) or is_users(type(value).__module__):
+        if _is_function(value) or isinstance(value, nn.Module) or is_users(type(value).__module__):
             yield value, Given()
         elif isinstance(one, ast.Call):  # ``partial(hook, self)``
             yield from handed_on_by(one, frame)

@@ -202,7 +202,7 @@ class MissedBranches:
                         self._note_others((*chosen, *handed), hop)
 
     def _note_others(self, functions: Iterable[Any], hop: int) -> None:
-        later = Later([], [])
+        later = Later([], [], [])
         for function in functions:
             found = () if self._has_run(function) else self._calls.of(function, hop, later=later)
             self._note_called(found, later, hop)
@@ -222,7 +222,7 @@ class MissedBranches:
             self._note_still(still, hop)
             if may_run:
                 self._tensors.note_still(still, hop)
-        self._untaken.reruns |= {hop} if later.again else set()
+        self._untaken.runs_again(later.rerun, hop)
         for still in later.again:
             self._note_still(still, back(hop))
             if may_run:
@@ -259,7 +259,7 @@ class MissedBranches:
     ) -> None:
         self._note(accesses, frame.frame, hop)
         may_run = self._tensors.note(accesses, frame, hop)
-        later = Later([], [])
+        later = Later([], [], [])
         found = self._calls.behind(accesses, frame, hop, by_size=by_size, later=later)
         self._note_called(found, later, hop, may_run=may_run)
 
@@ -324,7 +324,7 @@ class MissedBranches:
                     continue
                 before = [begins for begins in begun if begins < _begins(node)]
                 hop = hops[begun[max(before)]] if before else min(hops.values())
-                around, later = Frame(inner, {}, None), Later([], [])  # type: ignore[arg-type]
+                around, later = Frame(inner, {}, None), Later([], [], [])  # type: ignore[arg-type]
                 called = (
                     self._calls.behind(m, around, hop, by_size=by_size, later=later)
                     for m in inside.values()
@@ -335,6 +335,7 @@ class MissedBranches:
                     stills = []
                 elif inner.f_code in codes_called_again(frame.code):
                     later.again.extend(stills)
+                    later.rerun.append(inner.f_code)
                 self._note_called(stills, later, hop)
 
 

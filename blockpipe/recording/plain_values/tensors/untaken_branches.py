@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...._torch.modules import within
 from ....restoring.contents import is_generator
 from ...calls import Call
 from ...entries import TensorInfo
@@ -84,6 +85,14 @@ class UntakenBranches:
         """Note what a function would do that such a branch calls."""
         for accesses in accesses_of(still.f_code).values():
             self.note(accesses, Frame(still, {}, None), read)  # type: ignore[arg-type]
+
+    def runs_again(self, functions: Iterable[Any], hop: int) -> None:
+        """Note what checkpoints are given on a hop. What a norm in it learns once more, nobody can
+        tell before."""
+        for function in functions:
+            inner = within(function) if isinstance(function, nn.Module) else ()
+            if not any(module.training and statistics_of(module) for module in inner):
+                self.reruns.add(hop)
 
     def may_write(self) -> Iterable[tuple[Tensor, int, str]]:
         """Return the tensors that may be written, with the hop and the line; also statistics of
