@@ -47,7 +47,7 @@ test: $(VENV)/.test
 
 # More examples of each property.
 test-properties: $(VENV)/.test
-	$(PYTEST) -m 'hypothesis and not slow' --hypothesis-profile full
+	$(PYTEST) -m 'hypothesis and not slow' --hypothesis-profile full --one-in $(ONE_IN) --turn $(TURN)
 
 # On the simulated accelerator; ONE_IN=24 takes a minute.
 test-devices: $(VENV)/.test
