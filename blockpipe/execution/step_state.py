@@ -202,10 +202,12 @@ def _late_uses(prepared: Prepared) -> LateUses:
     return LateUses(prepared.attributes, rerun)
 
 
-def _changes_state(prepared: Prepared) -> bool:
+def _may_change(prepared: Prepared) -> bool:
     """Whether forwards change something that outlives them, or may do so where a normalization
-    that learns is called that no recorded call has called."""
-    recording = prepared.recording
+    that learns is called that no recorded call has called; in a loss, whether that does."""
+    recording, cursor = prepared.recording, current_cursor()
+    if cursor is not None and cursor.passes:
+        return bool(recording.set_beside)
     is_written = any(held.written for held in recording.buffers)
     if recording.leaves_state or recording.changing or is_written:
         return True
@@ -220,11 +222,9 @@ def _begins_checkpoint(prepared: Prepared, one_by_one: bool, kept: object, hop: 
         StateError: neither the recording nor the source told of it, and its recomputation may read
             what later forwards have changed by then.
     """
-    recording, cursor = prepared.recording, current_cursor()
+    recording = prepared.recording
     is_known = hop in prepared.known_forward.hops_rerunning_forward or hop in recording.may_rerun
-    is_loss = cursor is not None and cursor.passes
-    may_read = bool(recording.set_beside) if is_loss else _changes_state(prepared)
-    if may_read and not (is_known or one_by_one):
+    if not (is_known or one_by_one) and _may_change(prepared):
         raise StateError(
             f"a torch.utils.checkpoint began on stage {prepared.route[hop]} ({users_line()}) that "
             "the recorded forward has not, and this model changes something in its forwards: the "

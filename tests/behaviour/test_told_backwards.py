@@ -25,7 +25,7 @@ class Owning(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.inner = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        self.scale, self.read_late = 1.0, True
+        self.scale = 1.0
         self.again = functools.partial(checkpoint, use_reentrant=False)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -124,26 +124,32 @@ class LateUses:
 def _refuse_late(
     how: str, key: str, place: UsedAttribute, stage: int, others: set[int]
 ) -> NoReturn:
-    name = place.name if place.key is not None else f"attribute {key!r} of {place.name}"
     raise StateError(
-        f"{name} was {how} in a backward on stage {stage} ({users_line()}), where the recorded "
-        f"forward handed no such code to autograd, and forwards on stages {sorted(others)} "
-        f"{'read' if how == 'set' else 'set'} it{f' ({place.where})' if place.where else ''}: "
-        "those of later micro-batches come before this backward; keep what it needs for it in the "
+        f"{_named(place, key)} was {how} in a backward on stage {stage} ({users_line()}), where "
+        "the recorded forward handed no such code to autograd, and forwards on stages "
+        f"{sorted(others)} {'read' if how == 'set' else 'set'} it{_where(place)}: those "
+        "of later micro-batches come before this backward; keep what it needs for it in the "
         "forward (a variable, or its context), set it between steps, or use schedule='sequential'"
     )
 
 
 def _refuse(how: str, key: str, place: UsedAttribute, stage: int) -> NoReturn:
-    name = place.name if place.key is not None else f"attribute {key!r} of {place.name}"
     others = sorted((place.used_on if how == "set" else place.set_on) - {stage})
     raise StateError(
-        f"{name} was {how} during the step, which it was not when the model was recorded, on "
-        f"stage {stage} ({users_line()}), and stages {others} "
-        f"{'use' if how == 'set' else 'set'} it{f' ({place.where})' if place.where else ''}: "
+        f"{_named(place, key)} was {how} during the step, which it was not when the model was "
+        f"recorded, on stage {stage} ({users_line()}), and stages {others} "
+        f"{'use' if how == 'set' else 'set'} it{_where(place)}: "
         "micro-batches under way at once would change it for each other; pass it along as an "
         "argument, set it between steps, or use schedule='sequential'"
     )
+
+
+def _named(place: UsedAttribute, key: str) -> str:
+    return place.name if place.key is not None else f"attribute {key!r} of {place.name}"
+
+
+def _where(place: UsedAttribute) -> str:
+    return f" ({place.where})" if place.where else ""
 
 
 def _is_same(then: Any, now: Any) -> bool:

@@ -235,7 +235,7 @@ class SharedValues:
                 self._uses(replace(access, use=use), held, frame, hop)
         if key is UNKNOWN:
             return  # of a function that is not running: it sets an entry by an argument
-        self.lasting.keeps(frame)
+        self.lasting.add(*frame.kept)  # by a cache
         owner = self.lasting.whose(owner)
         if is_by_microbatch(owner) or is_by_microbatch(value):
             return
@@ -299,7 +299,7 @@ class SharedValues:
         if sets:
             self._will_set(sets, access, frame, hop)
         value = frame.given_by(access.node)
-        self.lasting.keeps(frame)
+        self.lasting.add(*frame.kept)  # by a cache
         if access.use is not Use.NONE and self._is_content(value, access, None):
             self._uses(access, self.lasting.whose(value), frame, hop)
         if not access.is_said:

@@ -48,7 +48,8 @@ class MissedCalls:
                 found = [_called(access, frame), *called_at(access, frame)]
                 if isinstance(access.node, ast.Call):
                     found += handed_on_by(access.node, frame, called_later(access.node))
-                    note_later(access.node, frame, later) if later is not None else None
+                    if later is not None:
+                        note_later(access.node, frame, later)
                 for function, given in found:
                     yield from self.of(function, hop, given, by_size=by_size, later=later)
 

@@ -22,10 +22,8 @@ def called_later(call: ast.Call) -> list[ast.expr]:
 
 def _is_init_of_super(call: ast.Call) -> bool:
     """Whether it may be what a subclass of these hooks is made by: others take no function so."""
-    of = call.func.value if isinstance(call.func, ast.Attribute) else None
-    return (
-        name_called(call) == "__init__" and isinstance(of, ast.Call) and name_called(of) == "super"
-    )
+    owner = getattr(call.func, "value", call.func)
+    return name_called(call) == "__init__" and name_called(owner) == "super"
 
 
 def called_again(call: ast.Call) -> list[ast.expr]:

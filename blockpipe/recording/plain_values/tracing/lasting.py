@@ -13,7 +13,6 @@ from torch import nn
 
 from ....restoring.holders import Holder
 from ....restoring.iterators import advances
-from ..evaluation.expressions import Frame
 from ..evaluation.members import Names, whose
 from ..evaluation.still_frames import Context
 from ..known_values import KnownValues
@@ -101,7 +100,3 @@ class Lasting:
         if is_space or may_change or whose(value, {}, ()) is not value:
             return True
         return is_known and is_used_whole(value, access, is_still=is_still)
-
-    def keeps(self, frame: Frame) -> None:
-        """Note what a cache keeps that was looked into in a frame."""
-        self.add(*frame.kept)
