@@ -146,17 +146,13 @@ def called_by(still: StillFrame, *, goes_later: bool = True) -> Iterator[Called]
         yield from handed_on_by(call, frame, () if goes_later else called_later(call))
     for access in itertools.chain.from_iterable(accesses_of(still.f_code).values()):
         yield from called_at(access, frame)
-    for context in contexts_of(still.f_code):
-        value = or_unknown(frame.evaluated, context)
-        yield from ((method, Given((value,))) for method in called_by_with(value))
-        if value is UNKNOWN and isinstance(context, ast.Call):
-            made = or_unknown(frame.evaluated, context.func)
-            yield from ((method, Given((_MADE,))) for method in called_by_with(made))
 
 
 def called_at(access: Access, frame: Frame) -> Iterator[Called]:
     """Yield the user's methods that an access may run: a property, and those of the value for
-    operators, loops and the like."""
+    operators, loops, ``with`` and the like."""
+    if access.node in contexts_of(frame.code):
+        yield from _called_by_context(access.node, frame)
     if isinstance(node := access.node, ast.Attribute):
         owner = or_unknown(frame.evaluated, node.value)
         found = or_unknown(functools.partial(attribute_in, owner), node.attr)
@@ -176,6 +172,17 @@ def called_at(access: Access, frame: Frame) -> Iterator[Called]:
         value = or_unknown(frame.bound, access.node)
         yield from ((method, Given((value,))) for method in protocols_of(value))
         yield from ((function, Given()) for function in _functions_in(value))
+
+
+def _called_by_context(node: ast.expr, frame: Frame) -> Iterator[Called]:
+    """Yield the methods of the user's that a ``with`` statement calls of what an expression is."""
+    value, call = or_unknown(frame.evaluated, node), node if isinstance(node, ast.Call) else None
+    if value is UNKNOWN and call is not None:
+        value = Results().of(or_unknown(frame.bound, call.func), Given.by(call, frame))
+    if value is UNKNOWN and call is not None:
+        kind, value = or_unknown(frame.evaluated, call.func), _MADE
+        yield from ((method, Given((value,))) for method in called_by_with(kind))
+    yield from ((method, Given((value,))) for method in called_by_with(value))
 
 
 def called_by_another(node: ast.expr, frame: Frame) -> Iterator[Called]:
@@ -212,15 +219,23 @@ def handed_on_by(
         if function is functools.partial and node is first:
             yield handed_on, Given.by(call, frame).of_partial()
         elif is_one_of(function, (map, filter)) and node is first and len(call.args) == 2:
-            members = or_unknown(functools.partial(members_of, frame), call.args[1])
-            known = [UNKNOWN] if members is UNKNOWN else some_of(members)
-            yield from ((handed_on, Given((member,))) for member in known)
+            yield from ((handed_on, Given((one,))) for one in _members(call.args[1], frame))
+        elif function is functools.reduce and node is first and len(call.args) > 1:
+            so_far = or_unknown(frame.bound, call.args[2]) if len(call.args) > 2 else UNKNOWN
+            known = _members(call.args[1], frame)
+            yield from ((handed_on, Given((so_far, one))) for one in known)
         elif function is nn.Module.apply:
             root = or_unknown(frame.evaluated, call.func.value)  # type: ignore[attr-defined]
             below = some_of(within(root)) if isinstance(root, nn.Module) else [UNKNOWN]
             yield from ((handed_on, Given((module,))) for module in below)
         else:
             yield handed_on, Given()
+
+
+def _members(node: ast.expr, frame: Frame) -> list[Any]:
+    """Return the members of what an expression is; one that is unknown, if that is."""
+    members = or_unknown(functools.partial(members_of, frame), node)
+    return [UNKNOWN] if members is UNKNOWN else some_of(members)
 
 
 def _functions_in(value: Any) -> Iterator[Any]:

@@ -305,11 +305,12 @@ def is_by_chance(value: ast.expr, code: types.CodeType) -> bool:
     return any(name_called(node) in ASKS_CHANCE for part in parts for node in ast.walk(part))
 
 
-def contexts_of(code: types.CodeType) -> list[ast.expr]:
+@functools.lru_cache(1_000)
+def contexts_of(code: types.CodeType) -> frozenset[ast.expr]:
     """Return what the ``with`` statements of a function's code enter."""
-    nodes = nodes_of(code)
     lines = lines_of(code)
-    return [context for context in nodes.contexts if context.lineno in lines]
+    own = (context for context in nodes_of(code).contexts if context.lineno in lines)
+    return frozenset(itertools.chain.from_iterable(map(alternatives, own)))
 
 
 @functools.lru_cache(1_000)

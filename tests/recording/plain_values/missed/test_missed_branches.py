@@ -1,6 +1,7 @@
 """State in branches that the recorded micro-batch did not take, and another one may."""
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -74,6 +75,106 @@ def test_a_read_in_a_branch_that_was_not_taken_is_refused(
     x = torch.rand(8, 4) - 2  # no micro-batch takes the branch
     with pytest.raises(StateError, match=r"last"):
         pipe.forward_backward(x, target=x, loss_fn=mse_loss)
+
+
+STATISTICS = {"last": 0.0}
+
+
+def _entry(net: Net, h: Tensor) -> None:
+    STATISTICS["last"] = h.detach().mean().item()
+
+
+class Scope:
+    """A context manager that reads an entry where it is entered."""
+
+    def __init__(self, statistics: dict[str, float] = STATISTICS) -> None:
+        self.statistics, self.scale = statistics, 0.0
+
+    def __enter__(self) -> "Scope":
+        self.scale = self.statistics["last"]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class LeftScope(Scope):
+    """One that reads it where it is left."""
+
+    def __enter__(self) -> "Scope":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.scale = STATISTICS["last"]
+
+
+SCOPE = Scope()
+
+
+def _enters(net: Net) -> Tensor:
+    with Scope(STATISTICS) as scope:
+        return torch.tensor(scope.scale)
+
+
+def _enters_its_own(net: Net) -> Tensor:
+    with torch.no_grad(), SCOPE:
+        return torch.tensor(SCOPE.scale)
+
+
+def _enters_one_of_two(net: Net) -> Tensor:
+    with LeftScope() if net.training else Scope() as scope:
+        pass
+    return torch.tensor(scope.scale)
+
+
+def _made_scope() -> Scope:
+    return Scope()
+
+
+def _enters_one_that_a_function_makes(net: Net) -> Tensor:
+    with _made_scope() as scope:
+        return torch.tensor(scope.scale)
+
+
+class Reads(nn.Module):
+    def __init__(self, statistics: dict[str, float]) -> None:
+        super().__init__()
+        self.statistics = statistics
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.statistics["last"]
+
+
+LAYERS = [Reads(STATISTICS)]
+
+
+def _reduces(net: Net) -> Tensor:
+    return functools.reduce(lambda h, layer: layer(h), LAYERS, torch.zeros(()))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [_enters, _enters_its_own, _enters_one_of_two, _enters_one_that_a_function_makes, _reduces],
+)
+def test_an_entry_that_a_context_manager_or_a_layer_in_a_branch_reads_counts(
+    read: Callable[[Net], Tensor],
+) -> None:
+    class Branching(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            with bp.Block(stage=0):
+                h = self.first(x).tanh()
+                if x.mean() > 0:
+                    with Scope(STATISTICS) as scope:
+                        h = h + scope.scale
+            with bp.Block(stage=1):
+                return self.second(h)
+
+    kinds = (Net, Branching) if read is _enters else (Net,)
+    for kind in kinds:
+        pipe = bp.Pipeline(kind(_entry, read), devices=stages(2), chunks=2)
+        x = torch.rand(8, 4) - 2  # no micro-batch takes the branch
+        with pytest.raises(StateError, match=r"last"):
+            pipe.forward_backward(x, target=x, loss_fn=mse_loss)
 
 
 def test_a_read_on_the_stage_that_sets_it_is_not() -> None:
