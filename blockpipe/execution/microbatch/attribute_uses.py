@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 from torch import nn
 
 from ..._common.callsite import users_line
-from ..._common.nested import tensors
 from ...errors import StateError
 from ...preparation.watched.told_attributes import KnownAttributes, own_value, part_of
 from ...recording.entries import UsedAttribute
+from ...recording.plain_values.places import has_tensors
 from ...stages.cursor import current_stage
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -53,7 +53,7 @@ class AttributeUses:
             is_part = (
                 isinstance(owner, nn.Module) and now is not then and now is part_of(owner, key)
             )
-            if not _is_same(then, now) and (is_part or not any(tensors((then, now)))):
+            if not _is_same(then, now) and (is_part or not has_tensors((then, now))):
                 _refuse("set", key, place, stage)
 
         return is_set
@@ -69,7 +69,7 @@ class AttributeUses:
             return
         if stage in place.used_on | place.said_on:
             return
-        if not any(tensors(own_value(owner, key))):
+        if not has_tensors(own_value(owner, key)):
             _refuse("read", key, place, stage)
 
 

@@ -20,7 +20,7 @@ from ..still_code import frames_of
 from ..syntax.accesses import Access, sources_of
 from ..syntax.deciders import fills
 from ..syntax.effects import arguments_of
-from .open_questions import reads_in, users_function
+from .set_by_forwards import reads_in, users_function
 
 _MOST = 64  # expressions that are followed: a guess
 

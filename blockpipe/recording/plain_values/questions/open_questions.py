@@ -6,7 +6,6 @@ that it asks is known to be the same for all data.
 """
 
 import ast
-import contextlib
 import enum
 import itertools
 import types
@@ -15,18 +14,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...._common.libraries import has_users_code
 from ..evaluation.callers import argument_of, is_bound_to_hook, is_called_from_outside
 from ..evaluation.expressions import Frame, is_walker
-from ..evaluation.members import ALL, UNKNOWN, attribute_in
-from ..evaluation.still_frames import Given, StillFrame
+from ..evaluation.members import UNKNOWN, attribute_in
 from ..known_values import KnownValues
-from ..places import space_of
-from ..still_code import frames_of
-from ..syntax.accesses import Access, accesses_of, calls_of, sources_of
+from ..syntax.accesses import Access, calls_of, sources_of
 from ..syntax.deciders import fills
 from ..syntax.effects import (
-    ASKS_CHANCE,
     ASKS_KIND,
     ASKS_SHAPE,
     ASKS_SIZE,
@@ -37,7 +31,8 @@ from ..syntax.effects import (
     asked_for_values,
     name_called,
 )
-from ..syntax.uses import Use
+from .kinds_by_data import Kinds
+from .set_by_forwards import is_kept, is_set, is_users_function
 from .sizes_by_data import has_size_by_data
 
 _SURE = (nn.Module, type, types.ModuleType, types.FunctionType, type(None))
@@ -57,13 +52,7 @@ def any_open(
         known: what the forward sets.
         calls: whether in a real run each call that asks for more than shapes counts.
     """
-    asked, values = [*questions], _Values(known, calls=calls and not known.fake)
-    for name in asked_for_values(asked):
-        if _is_tensor(name, frame) and (not known.fake or _is_kept(name, frame)):
-            return True
-    if any(values.may_differ(node, frame) for node in asked):
-        return True
-    return follows_from_set(asked, frame, known)
+    return _Values(known, calls=calls and not known.fake).is_open(questions, frame)
 
 
 def follows_from_set(questions: Sequence[ast.AST], frame: Frame, known: KnownValues) -> bool:
@@ -77,9 +66,9 @@ def follows_from_set(questions: Sequence[ast.AST], frame: Frame, known: KnownVal
     """
     nodes = (node for one in questions for node in ast.walk(one))
     loads = (node for node in nodes if not isinstance(getattr(node, "ctx", None), ast.Store))
-    if any(_is_set(node, frame, known) for node in loads):
+    if any(is_set(node, frame, known) for node in loads):
         return True
-    return any(_is_set(node, frame, known) for node in _behind(questions, frame))
+    return any(is_set(node, frame, known) for node in _behind(questions, frame))
 
 
 class _Values:
@@ -92,8 +81,18 @@ class _Values:
 
     def __init__(self, known: KnownValues, *, calls: bool) -> None:
         self._known = known
-        self._calls = calls
+        self._calls, self._kinds = calls, Kinds(known, self)
         self._under_way = set[tuple[Any, ...]]()
+
+    def is_open(self, questions: Iterable[ast.AST], frame: Frame) -> bool:
+        """Return whether any expression may have another value for another micro-batch."""
+        asked, known = [*questions], self._known
+        for name in asked_for_values(asked):
+            if _is_tensor(name, frame) and (not known.fake or is_kept(name, frame)):
+                return True
+        if any(self.may_differ(node, frame) for node in asked):
+            return True
+        return follows_from_set(asked, frame, known)
 
     def may_differ(self, node: ast.AST, frame: Frame) -> bool:
         """Return whether an expression may have another value for another micro-batch of the same
@@ -105,27 +104,29 @@ class _Values:
                 return self._name_may_differ(node, frame)
             case ast.Attribute(value=owner, attr=name):
                 if name in OF_KINDS:
-                    return False
+                    return self._kinds.may_differ(owner, frame)
                 if name in OF_SHAPES:
                     return self._size_may_differ(owner, frame)
-                return _is_set(node, frame, self._known) or self.may_differ(owner, frame)
+                return is_set(node, frame, self._known) or self.may_differ(owner, frame)
             case ast.Call():
                 return self._call_may_differ(node, frame)
             case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot()], comparators=[right]):
-                # Whether a variable has one of several objects, others decide.
+                # Which of two numbers, or of two texts, its value says; which object, its kind.
+                is_value = isinstance(right, ast.Constant) and right.value is not None
                 return any(
-                    self.may_differ(one, frame)
+                    self.value_may_differ(one, frame)
+                    if is_value or not isinstance(one, ast.Name | ast.Call)
+                    else self._kinds.may_differ(one, frame)
                     for one in (left, right)
-                    if not isinstance(one, ast.Name | ast.Call)
                 )
         return any(self.may_differ(part, frame) for part in ast.iter_child_nodes(node))
 
     def _name_may_differ(self, node: ast.Name, frame: Frame) -> bool:
         owner, _, value = frame.owner_of(Access(node, reads=True, writes=False))
         if (outer := _around(node.id, frame)) is not None:
-            return self._name_may_differ(node, outer) or _is_set(node, frame, self._known)
+            return self._name_may_differ(node, outer) or is_set(node, frame, self._known)
         if owner is not None:
-            return _is_set(node, frame, self._known)
+            return is_set(node, frame, self._known)
         if isinstance(value, Tensor):
             return False  # where it is asked for itself, the caller knows
         key = id(frame.code), node.id, id(frame.frame)
@@ -135,7 +136,7 @@ class _Values:
         try:
             sources = sources_of(frame.code, node.id)
             behind = (*sources, *_filled_with(node, frame))
-            if any(self._value_may_differ(one, frame) for one in behind):
+            if any(self.value_may_differ(one, frame) for one in behind):
                 return True
             return not sources and self._argument_may_differ(node.id, value, frame)
         finally:
@@ -157,7 +158,7 @@ class _Values:
         return True
 
     def _call_may_differ(self, call: ast.Call, frame: Frame) -> bool:
-        if _is_set(call, frame, self._known):
+        if is_set(call, frame, self._known):
             return True
         name, given, function = name_called(call), arguments_of(call), call.func
         of_method = [function.value] if isinstance(function, ast.Attribute) else []
@@ -165,27 +166,33 @@ class _Values:
             asked = given[1].value if isinstance(given[1], ast.Constant) else None
             if isinstance(asked, str):
                 named = ast.Attribute(given[0], asked, ast.Load())
-                is_set = _is_set(named, frame, self._known)
-                return is_set or (name == "getattr" and self.may_differ(named, frame))
+                if is_set(named, frame, self._known):
+                    return True
+                asks = self.may_differ if name == "getattr" else self._kinds.may_differ
+                return asks(named, frame)
         if name in ASKS_SIZE:
             return any(self._size_may_differ(one, frame) for one in (*of_method, *given))
-        if name == "get":
-            return any(self.may_differ(one, frame) for one in (*of_method, *given))
+        if name == "get" and of_method and given:
+            entry = ast.Subscript(of_method[0], given[0], ast.Load())
+            if is_set(entry, frame, self._known) or self.may_differ(entry, frame):
+                return True
+            return any(self.may_differ(one, frame) for one in given)
         if name in ASKS_SHAPE:
-            return False
+            return any(self._kinds.may_differ(one, frame) for one in (*of_method, *given))
         if is_walker(frame.evaluated(function)):
             return any(self.may_differ(one, frame) for one in (*of_method, *given))
         is_text = any(isinstance(frame.evaluated(one), str) for one in of_method)
         if is_text or (name in COMPUTES and not of_method) or _computes(frame.bound(function)):
-            return any(self._value_may_differ(one, frame) for one in given)
+            return any(self.value_may_differ(one, frame) for one in given)
         return self._calls or any(self.may_differ(one, frame) for one in given)
 
-    def _value_may_differ(self, node: ast.AST, frame: Frame) -> bool:
-        """The same where the values of tensors count, which no forward on fake ones asks for."""
+    def value_may_differ(self, node: ast.AST, frame: Frame) -> bool:
+        """Return the same where the values of tensors count, for which no forward on fake ones
+        asks."""
         is_tensor = isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and isinstance(
             frame.evaluated(node), Tensor
         )
-        is_asked = is_tensor and (not self._known.fake or _is_kept(node, frame))
+        is_asked = is_tensor and (not self._known.fake or is_kept(node, frame))
         return is_asked or self.may_differ(node, frame)
 
     def _size_may_differ(self, node: ast.expr, frame: Frame) -> bool:
@@ -198,7 +205,9 @@ class _Values:
         match node:
             case ast.Name() if isinstance(value, Tensor):
                 sources = sources_of(frame.code, node.id)
-                return any(self._cuts_by_data(source, frame) for source in sources)
+                return self._kinds.is_one_of_several(node, frame) or any(
+                    self._cuts_by_data(source, frame) for source in sources
+                )
             case ast.Subscript(value=owner):
                 return self._size_may_differ(owner, frame) or self._cuts_by_data(node, frame)
             case ast.Attribute() if isinstance(value, Tensor):
@@ -212,7 +221,17 @@ class _Values:
     def _cuts(self, part: ast.AST, frame: Frame) -> bool:
         if isinstance(part, ast.comprehension):
             return bool(part.ifs)
+        if isinstance(part, ast.IfExp):
+            return self.is_open([part.test], frame)
+        if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mult):
+            sides = (part.left, part.right), (part.right, part.left)
+            return any(
+                isinstance(one, ast.List) and self.value_may_differ(count, frame)
+                for one, count in sides
+            )
         if isinstance(part, ast.Call):
+            if self._kinds.has_several_results(part, frame):
+                return True
             numbers = [one for one in arguments_of(part) if _is_number(one, frame)]
             return name_called(part) in _GIVES_NUMBERS or any(
                 self.may_differ(one, frame) for one in numbers
@@ -220,7 +239,7 @@ class _Values:
         if not isinstance(part, ast.Subscript):
             return False
         ats = part.slice.elts if isinstance(part.slice, ast.Tuple) else [part.slice]
-        return any(isinstance(at, ast.Compare) or self._value_may_differ(at, frame) for at in ats)
+        return any(isinstance(at, ast.Compare) or self.value_may_differ(at, frame) for at in ats)
 
 
 def _around(name: str, frame: Frame) -> Frame | None:
@@ -241,67 +260,14 @@ def _computes(function: Any) -> bool:
         is_made = attribute_in(function, "__post_init__") is UNKNOWN
         return issubclass(function, enum.Enum) or (fixed and is_made)
     behind = getattr(function, "__func__", function)
-    return _is_users(behind) and all(
+    return is_users_function(behind) and all(
         isinstance(call.func, ast.Name) and call.func.id in (*COMPUTES, *ASKS_KIND)
         for call in calls_of(behind.__code__)
     )
 
 
-def users_function(call: ast.Call, frame: Frame) -> Any:
-    """Return the function of the user's that a call calls; ``None`` if it is no such one."""
-    function = frame.bound(call.func)
-    called = attribute_in(type(function), "__call__")  # of an object
-    if isinstance(called, types.FunctionType) and not isinstance(function, nn.Module):
-        function = types.MethodType(called, function)
-    return function if _is_users(getattr(function, "__func__", function)) else None
-
-
-def _is_users(function: Any) -> bool:
-    return isinstance(function, types.FunctionType) and has_users_code(function)
-
-
 def _is_number(node: ast.expr, frame: Frame) -> bool:
     return isinstance(frame.evaluated(node), int | float)
-
-
-def _is_set(node: ast.AST, frame: Frame, known: KnownValues) -> bool:
-    """Whether an expression is a value that forwards set, or a call that draws, or that asks for
-    such a value."""
-    if isinstance(node, ast.Call):
-        return name_called(node) in ASKS_CHANCE or _asks_for_set(node, frame, known)
-    if not isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
-        return False
-    return _sets(Access(node, reads=True, writes=False), frame, known)
-
-
-def _asks_for_set(call: ast.Call, frame: Frame, known: KnownValues) -> bool:
-    """Whether a function of the user's reads a value that forwards set, or draws."""
-    function = users_function(call, frame)
-    if function is None:
-        return False
-    for still in frames_of(function, Given.by(call, frame)):
-        if any(name_called(one) in ASKS_CHANCE for one in calls_of(still.f_code)):
-            return True
-        for access, inner in reads_in(still):
-            with contextlib.suppress(Exception):  # of an object that cannot be looked at
-                if _sets(access, inner, known):
-                    return True
-    return False
-
-
-def reads_in(still: StillFrame) -> Iterator[tuple[Access, Frame]]:
-    """Yield what a function reads that does not run, each with the frame to evaluate it in."""
-    inner = Frame(still, {}, None)  # type: ignore[arg-type]
-    for accesses in accesses_of(still.f_code).values():
-        yield from ((one, inner) for one in accesses if one.reads and one.use is not Use.WRITE)
-
-
-def _sets(access: Access, frame: Frame, known: KnownValues) -> bool:
-    """Whether forwards set the value that an access reads, or change its content."""
-    owner, key, value = frame.owner_of(access)
-    places = (space_of(owner), key), (space_of(value), ALL)
-    found = [known.asked.is_open(where) for where in places]  # each is noted
-    return any(found)
 
 
 def _behind(questions: Iterable[ast.AST], frame: Frame) -> Iterator[ast.AST]:
@@ -342,13 +308,6 @@ def _but_identity(question: ast.AST) -> Iterator[ast.AST]:
             return
         case _:
             yield question
-
-
-def _is_kept(node: ast.AST, frame: Frame) -> bool:
-    """Whether a tensor is kept from one forward to the next, which may write to it, and whose value
-    a fake run knows as well: a count in a buffer."""
-    is_attribute = isinstance(node, ast.Attribute | ast.Subscript)
-    return is_attribute and not isinstance(frame.evaluated(node), nn.Parameter)  # type: ignore[arg-type]
 
 
 def _is_tensor(name: ast.Name, frame: Frame) -> bool:

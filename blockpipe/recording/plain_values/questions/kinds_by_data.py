@@ -1,0 +1,190 @@
+"""Whether the kind of a value follows from the data: whether it is ``None``, which object it is, of
+which class or dtype, with how many dims.
+
+Most data leave kinds as they are. But a function may find something in some data, and return
+``None`` for others; a branch may make a tensor another dtype.
+"""
+
+from __future__ import annotations
+
+import ast
+import types
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from ..evaluation.callers import argument_of, call_of
+from ..evaluation.expressions import Frame
+from ..evaluation.members import UNKNOWN, attribute_in
+from ..evaluation.still_frames import Given
+from ..known_values import KnownValues
+from ..syntax.accesses import returned_by, sources_of, tests_of
+from ..syntax.contents import alternatives
+from ..syntax.deciders import fills
+from ..syntax.effects import ASKS_KIND, COMPUTES, arguments_of, name_called
+from .set_by_forwards import is_set, is_users_function, users_function
+
+_CHOOSES = ("min", "max", "next", "sum")  # what is returned follows from the values
+_SURE = (nn.Module, type, types.ModuleType, types.FunctionType)
+_NUMBERS = (int, float, complex)
+_MOST_LOOKS = 200  # for one question: a guess
+
+
+class Values(Protocol):
+    """Questions to the values of expressions."""
+
+    def is_open(self, questions: Iterable[ast.AST], frame: Frame) -> bool:
+        """Return whether any condition may have another answer for another micro-batch."""
+
+    def value_may_differ(self, node: ast.AST, frame: Frame) -> bool:
+        """Return whether an expression may have another value, also if that is a tensor."""
+
+
+class Kinds:
+    """Questions to the kinds of what the expressions of a forward give.
+
+    Args:
+        known: what the forward sets.
+        values: questions to their values.
+    """
+
+    def __init__(self, known: KnownValues, values: Values) -> None:
+        self._known, self._values = known, values
+        self._found = dict[Any, bool]()
+        self._kept: list[Any] = []  # so that no other frame gets the id of one
+
+    def may_differ(self, node: ast.AST | None, frame: Frame) -> bool:
+        """Return whether what an expression gives may be of another kind, or another object, for
+        another micro-batch of the same sizes."""
+        key = node, id(frame.frame)
+        if key not in self._found:
+            if len(self._found) > _MOST_LOOKS:
+                return False
+            self._found[key] = False  # of itself
+            self._kept.append(frame)
+            self._found[key] = self._may_differ(node, frame)
+        return self._found[key]
+
+    def is_one_of_several(self, node: ast.Name, frame: Frame) -> bool:
+        """Return whether which of several expressions a local variable is set to may differ."""
+        is_one = len(_sources(node, frame)) < 2
+        around = () if is_one else fills(frame.code, node.id)
+        return self._values.is_open([one for one in around if isinstance(one, ast.expr)], frame)
+
+    def has_several_results(self, call: ast.Call, frame: Frame) -> bool:
+        """Return whether a function of the user's may return what another of its lines makes."""
+        own = _users(call, frame)
+        return own is not None and self._returns_may_differ(own, Given.by(call, frame))
+
+    def _may_differ(self, node: ast.AST | None, frame: Frame) -> bool:
+        match node:
+            case ast.Name():
+                return self._name_may_differ(node, frame)
+            case ast.IfExp(test=test, body=body, orelse=orelse):
+                if self._values.is_open([test], frame):
+                    return True
+                now = frame.evaluated(test)
+                may_be = (body, orelse) if now is UNKNOWN else (body if now else orelse,)
+                return self._any(may_be, frame)
+            case ast.BoolOp(values=values):
+                return any(self._values.value_may_differ(one, frame) for one in values[:-1])
+            case ast.BinOp(left=left, right=right):
+                sides = (s for s in (left, right) if not isinstance(frame.evaluated(s), _NUMBERS))
+                return self._any(sides, frame)
+            case ast.Call():
+                return self._result_may_differ(node, frame)
+            case ast.Attribute(value=owner):
+                return is_set(node, frame, self._known) or self.may_differ(owner, frame)
+            case ast.Subscript(value=owner, slice=at):
+                if isinstance(frame.evaluated(node), Tensor):
+                    return self.may_differ(owner, frame)
+                is_other = is_set(node, frame, self._known) or self.may_differ(owner, frame)
+                return is_other or self._values.value_may_differ(at, frame)
+            case ast.Compare() | ast.Lambda() | ast.Constant() | ast.JoinedStr() | None:
+                return False
+        return self._any(ast.iter_child_nodes(node), frame)
+
+    def _any(self, nodes: Iterable[ast.AST], frame: Frame) -> bool:
+        return any(self.may_differ(one, frame) for one in nodes)
+
+    def _name_may_differ(self, node: ast.Name, frame: Frame) -> bool:
+        if is_set(node, frame, self._known):
+            return True
+        if sources := _sources(node, frame):
+            return self.is_one_of_several(node, frame) or self._any(sources, frame)
+        if (given := argument_of(node.id, frame)) is not None:
+            return self.may_differ(*given)
+        return _is_given_by_users(node, frame)
+
+    def _result_may_differ(self, call: ast.Call, frame: Frame) -> bool:
+        name, given, function = name_called(call), arguments_of(call), frame.bound(call.func)
+        of_method = [call.func.value] if isinstance(call.func, ast.Attribute) else []
+        if _users(call, frame) is not None:
+            return self._any(given, frame) or self.has_several_results(call, frame)
+        if name in ASKS_KIND or (name in COMPUTES and name not in _CHOOSES and not of_method):
+            return name == "type" and self._any(given, frame)
+        if isinstance(function, type) or _is_torchs(call.func, function, frame):
+            return self._any((*of_method, *given), frame)
+        if is_set(call, frame, self._known):  # it draws
+            return True
+        return any(self._values.value_may_differ(one, frame) for one in (*of_method, *given))
+
+    def _returns_may_differ(self, function: Any, given: Given) -> bool:
+        """Whether the user's function may return something of another kind."""
+        if isinstance(function, types.MethodType):
+            function, given = function.__func__, given.behind(function.__self__)
+        key = function.__code__, given.by_identity()
+        if key in self._found:
+            return self._found[key]
+        self._found[key] = False  # of itself
+        self._kept.append(given)
+        inner = Frame(given.to(function, is_first=False), {}, None)  # type: ignore[arg-type]
+        returned = returned_by(function.__code__)
+        is_one = len(returned) == 1
+        tests = () if is_one else tests_of(function.__code__)
+        found = self._values.is_open(tests, inner) or self._any(returned, inner)
+        self._found[key] = found
+        return found
+
+
+def _sources(name: ast.Name, frame: Frame) -> list[ast.expr]:
+    """Return what a local variable is set to; ``a if c else b`` once, as it is written."""
+    found = sources_of(frame.code, name.id)
+    parts = [[*alternatives(one)] for one in found]
+    return [one for one in found if not (isinstance(one, ast.List) and one.elts in parts)]
+
+
+def _is_given_by_users(node: ast.Name, frame: Frame) -> bool:
+    """Return whether a variable is an argument from the user's code, of a call that nobody
+    knows."""
+    code, value = frame.code, frame.evaluated(node)
+    if node.id not in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+        return False
+    method = attribute_in(type(value), code.co_name)
+    is_its_own = getattr(method, "__code__", None) is code
+    return not is_its_own and not isinstance(value, _SURE) and call_of(frame) is not None
+
+
+def _users(call: ast.Call, frame: Frame) -> Any:
+    """Return the function of the user's that a call runs, of a module its forward."""
+    called = frame.bound(call.func)
+    if isinstance(called, nn.Module):
+        forward = attribute_in(type(called), "forward")
+        return types.MethodType(forward, called) if is_users_function(forward) else None
+    return users_function(call, frame)
+
+
+def _is_torchs(node: ast.expr, function: Any, frame: Frame) -> bool:
+    """Whether a call's function is torch's, of which the kind of the result follows from the kinds
+    of what it is given: a function, a method of a tensor, a layer."""
+    if isinstance(function, nn.Module):
+        return True
+    home = getattr(function, "__module__", None) or getattr(function, "__qualname__", "")
+    if function is not UNKNOWN and str(home).partition(".")[0] == "torch":
+        return True
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):  # ``x.abs().max().item()``
+        node = node.func if isinstance(node, ast.Call) else node.value
+        if isinstance(frame.evaluated(node), Tensor):
+            return True
+    return False

@@ -1,0 +1,280 @@
+"""Branches by what kind a value is, which a function, or another branch, chooses by the data."""
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import blockpipe as bp
+from blockpipe.errors import StateError
+
+from ....parity import assert_trains_as_plain
+from ....stage_devices import stages
+
+
+class Packed(NamedTuple):
+    x: Tensor
+    mask: Tensor | None
+
+
+class Scaled:
+    """An object that is called."""
+
+    def __init__(self, table: dict[str, float]) -> None:
+        self.table, self.mask = table, None
+
+    def __call__(self, h: Tensor, mask: Tensor | None = None) -> Tensor:
+        return h if mask is None else h * self.table["scale"]
+
+
+class Masks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor | None:
+        return None if x.max() < 2 else x > 2
+
+
+class Net(nn.Module):
+    """The first stage sets an entry, which the second one reads for some data."""
+
+    def __init__(self, tail: Callable[["Net", Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.masks = nn.Linear(4, 4), nn.Linear(4, 4), Masks()
+        self.table, self.flags, self._tail = {"scale": 1.0}, dict[str, bool](), tail
+
+    def outlier(self, x: Tensor) -> float | None:
+        most = x.max().item()
+        return most if most > 2 else None
+
+    def found(self, x: Tensor) -> Tensor | None:
+        if x.max() > 2:
+            return x > 2
+        return None
+
+    def fallen(self, x: Tensor) -> Any:  # noqa: RET503 - and None, by its end
+        if x.max() > 2:
+            return x
+
+    def is_wild(self, x: Tensor) -> bool:
+        return bool(x.max() > 2)
+
+    def name_of(self, x: Tensor) -> str:
+        return "wild" if x.max() > 2 else "calm"
+
+    def scaled(self, h: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is not None:
+            h = h * self.table["scale"]
+        return h
+
+    @property
+    def part(self) -> Scaled:
+        return Scaled(self.table)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.first(x)
+            self.table["scale"] = self.table["scale"] * 0.9 + 0.1 * h.detach().mean().item()
+        with bp.Block(stage=1):
+            return self._tail(self, x, self.second(h))
+
+
+def early(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    most = net.outlier(x)
+    if most is None:
+        return h
+    return h * net.table["scale"]
+
+
+def ternary(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    mask = net.found(x)
+    return h if mask is None else h * net.table["scale"]
+
+
+def falls_off(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    mask = net.fallen(x)
+    if mask is not None and net.training:
+        h = h * net.table["scale"]
+    return h
+
+
+def by_variable(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    has_one = net.found(x) is not None
+    if has_one:
+        h = h * net.table["scale"]
+    return h
+
+
+def by_layer(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    mask = net.masks(x)
+    if mask is not None:
+        h = h * net.table["scale"]
+    return h
+
+
+def argument(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    return net.scaled(h, net.found(x))
+
+
+def keyword(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    mask = net.found(x) if x.max() > 2 else None
+    return net.scaled(h, mask=mask)
+
+
+def called_object(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    return net.part(h, net.found(x))
+
+
+def named_tuple(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    packed = Packed(x, net.found(x))
+    if packed.mask is not None:
+        h = h * net.table["scale"]
+    return h
+
+
+def identity(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    is_wild = net.is_wild(x)
+    if is_wild is True:
+        h = h * net.table["scale"]
+    return h
+
+
+def layer(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    chosen = net.second if net.is_wild(x) else net.first
+    if chosen is net.second:
+        h = h * net.table["scale"]
+    return h
+
+
+def isinstance_of(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    most = net.outlier(x)
+    if isinstance(most, float):
+        h = h * net.table["scale"]
+    return h
+
+
+def type_of(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    most = net.outlier(x)
+    if type(most) is float:
+        h = h * net.table["scale"]
+    return h
+
+
+def hasattr_of(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    mask = net.found(x)
+    if hasattr(mask, "shape"):
+        h = h * net.table["scale"]
+    return h
+
+
+def dtype(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    other = h.clone()
+    if x.max() > 2:
+        other = other.double()
+    if other.dtype == torch.float64:
+        h = h * net.table["scale"]
+    return h
+
+
+def dims(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    other = h[None] if net.is_wild(x) else h
+    if other.dim() == 3:
+        h = h * net.table["scale"]
+    return h
+
+
+def needs_gradient(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    other = h.detach() if x.max() > 2 else h
+    if not other.requires_grad:
+        h = h * net.table["scale"]
+    return h
+
+
+def rows(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    other = torch.cat([h] + [h] * net.is_wild(x))
+    if other.shape[0] > h.shape[0]:
+        h = h * net.table["scale"]
+    return h
+
+
+def cut(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    other = h[:1] if x.max() > 2 else h
+    if len(other) == 1:
+        h = h * net.table["scale"]
+    return h
+
+
+def entry(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    net.flags["wild"] = net.is_wild(x)
+    if net.flags.get("wild"):
+        h = h * net.table["scale"]
+    return h
+
+
+def looked_up(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    known = {"wild": 1}.get(net.name_of(x))
+    if known is not None:
+        h = h * net.table["scale"]
+    return h
+
+
+def matched(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    match = re.match("w", net.name_of(x))
+    if match is not None:
+        h = h * net.table["scale"]
+    return h
+
+
+def first_of(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    most = max((value for value in x.flatten().tolist() if value > 2), default=None)
+    if most is not None:
+        h = h * net.table["scale"]
+    return h
+
+
+CALM = torch.linspace(-1, 1, 32).view(8, 4)
+Y = torch.ones(8, 4)
+FORMS = (
+    *(early, ternary, falls_off, by_variable, by_layer, argument, keyword, called_object),
+    *(named_tuple, identity, layer, isinstance_of, type_of, hasattr_of, dtype, dims),
+    *(needs_gradient, rows, cut, entry, looked_up, matched, first_of),
+)
+
+
+@pytest.mark.parametrize("tail", FORMS)
+def test_a_branch_by_a_kind_that_data_choose_counts(
+    tail: Callable[[Net, Tensor, Tensor], Tensor],
+) -> None:
+    pipe = bp.Pipeline(Net(tail), devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match=r"entry 'scale'"):
+        pipe.forward_backward(CALM, target=Y, loss_fn=mse_loss)
+
+
+def optional(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    assert x.max() < 100
+    return net.scaled(net.scaled(h, None), mask=None) if isinstance(h, Tensor) else h
+
+
+def of_one_kind(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    most = Packed(x.abs().max(), None)
+    if isinstance(h, tuple) or most is None or net.second is None:
+        h = h * net.table["scale"]
+    return h
+
+
+def of_an_option(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    mask = net.found(x)
+    if not net.training and mask is not None:
+        h = h * net.table["scale"]
+    return h
+
+
+@pytest.mark.parametrize("tail", [optional, of_one_kind, of_an_option])
+def test_a_branch_by_a_kind_that_no_data_choose_does_not(
+    tail: Callable[[Net, Tensor, Tensor], Tensor],
+) -> None:
+    net = Net(tail)
+    plain = copy.deepcopy(net)
+    assert_trains_as_plain(net, plain, [CALM, CALM * 4], Y)
