@@ -54,6 +54,43 @@ class Caught(Net):
             self.n += 1
 
 
+class OwnError(TypeError):
+    """An error that says something of the data, although Python's own of this kind do not."""
+
+
+class CaughtOwn(Net):
+    def note(self, x: Tensor) -> None:
+        try:
+            self.check_own(x)
+        except OwnError:
+            self.n += 1
+
+    def check_own(self, x: Tensor) -> None:
+        if not (x.abs() < 9).all():
+            raise OwnError
+
+
+class CaughtStop(Net):
+    def note(self, x: Tensor) -> None:
+        try:
+            self.check_or_stop(x)
+        except StopIteration:
+            self.n += 1
+
+    def check_or_stop(self, x: Tensor) -> None:
+        if not (x.abs() < 9).all():
+            raise StopIteration
+
+
+class CaughtThere(Net):
+    def note(self, x: Tensor) -> None:
+        try:
+            if not (x.abs() < 9).all():
+                raise NotImplementedError
+        except NotImplementedError:
+            self.n += 1
+
+
 class CaughtAll(Net):
     def note(self, x: Tensor) -> None:
         try:
@@ -198,7 +235,21 @@ class DecomposedDeep(Decomposed):
 
 
 KINDS = [
-    *(Caught, CaughtAll, Asserted, Looked, Deep, Goes, GoesElse, GoesDeep, Suppressed, Found),
+    *(
+        Caught,
+        CaughtOwn,
+        CaughtStop,
+        CaughtThere,
+        CaughtAll,
+        Asserted,
+        Looked,
+        Deep,
+        Goes,
+        GoesElse,
+        GoesDeep,
+        Suppressed,
+        Found,
+    ),
     *(FoundBefore, FoundTensor, Turns, Flag, Decomposed, DecomposedIn),
     DecomposedDeep,
 ]

@@ -162,6 +162,29 @@ def test_an_objects_attribute_that_another_stage_sets_later_is_refused(mean: Any
         _train(Net(lambda net: (net.held, net.other)[net.calls < LATE].reset(), mean()), "gpipe")
 
 
+def test_a_tensor_that_another_stage_sets_later_is_never_mixed() -> None:
+    """The error was torch's, about the truth of a tensor."""
+
+    class Feedback(Net):
+        def __init__(self) -> None:
+            super().__init__(lambda net: setattr(net, "vector", torch.ones(4)))
+            self.vector = torch.zeros(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = super().forward(x)
+            with bp.Block(stage=1):
+                h = h + self.vector
+                self.vector = h.detach().mean(0)
+            return h
+
+    net = Feedback()
+    plain = copy.deepcopy(net)
+    try:
+        assert_trains_as_plain(net, plain, X, Y)
+    except StateError as error:
+        assert "of shape (4,)" in str(error)
+
+
 def test_what_the_own_stage_or_nobody_reads_may_be_set() -> None:
     """A note of the first stage on the last one's layer; its own mean, which is set anyway."""
 

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import functools
 import itertools
+import operator
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -34,6 +35,7 @@ from ..syntax.later_calls import called_later
 from ..syntax.protocols import called_by_name, called_by_with, of_entry, protocols_of, set_by
 from ..syntax.uses import Use
 from .expressions import Frame, members_of
+from .getters import method_called
 from .members import UNKNOWN, attribute_in, is_one_of
 from .still_frames import Given, Results, StillFrame, chosen_among, or_unknown, some_of
 
@@ -67,6 +69,8 @@ def behind(called: Any, given: Given, results: Results) -> Iterator[Called]:
         yield kind.forward, given.behind(*context)
     elif isinstance(called, functools.partial):
         yield called.func, given.behind(*called.args).with_named(called.keywords)
+    elif isinstance(called, operator.methodcaller):
+        yield method_called(called, next(iter(given.first), UNKNOWN)), Given()
     elif isinstance(called, WeightedLoss):
         yield called.loss_fn, given
     elif isinstance(called, nn.Module | StandIn):  # a stand-in has the forward behind it
@@ -169,20 +173,26 @@ def called_at(access: Access, frame: Frame) -> Iterator[Called]:
         found = of_entry(owner, writes=access.writes)
         yield from ((method, Given((owner, key))) for method in found)
     if access.use in (Use.READ, Use.BOTH) and not access.calls:  # BOTH: ``next(self.items)``
-        value = or_unknown(frame.bound, access.node)
+        value = _value_of(access.node, frame)
         yield from ((method, Given((value,))) for method in protocols_of(value))
         yield from ((function, Given()) for function in _functions_in(value))
 
 
 def _called_by_context(node: ast.expr, frame: Frame) -> Iterator[Called]:
     """Yield the methods of the user's that a ``with`` statement calls of what an expression is."""
-    value, call = or_unknown(frame.evaluated, node), node if isinstance(node, ast.Call) else None
-    if value is UNKNOWN and call is not None:
-        value = Results().of(or_unknown(frame.bound, call.func), Given.by(call, frame))
-    if value is UNKNOWN and call is not None:
-        kind, value = or_unknown(frame.evaluated, call.func), _MADE
+    value = _value_of(node, frame)
+    if value is UNKNOWN and isinstance(node, ast.Call):
+        kind, value = or_unknown(frame.evaluated, node.func), _MADE
         yield from ((method, Given((value,))) for method in called_by_with(kind))
     yield from ((method, Given((value,))) for method in called_by_with(value))
+
+
+def _value_of(node: ast.expr, frame: Frame) -> Any:
+    """Return what an expression is, of a call an object like the one that it makes."""
+    value = or_unknown(frame.bound, node)
+    if value is UNKNOWN and isinstance(node, ast.Call):
+        value = Results().of(or_unknown(frame.bound, node.func), Given.by(node, frame))
+    return value
 
 
 def called_by_another(node: ast.expr, frame: Frame) -> Iterator[Called]:

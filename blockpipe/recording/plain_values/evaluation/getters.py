@@ -20,7 +20,7 @@ from .members import ALL, UNKNOWN, Names, attribute_in, is_one_of, member_of
 _OF_ATTRIBUTES = (getattr, object.__getattribute__, inspect.getattr_static)
 _READERS = (*_OF_ATTRIBUTES, operator.getitem)
 _SETTERS = (setattr, delattr, object.__setattr__, object.__delattr__, type.__setattr__)
-_MAKERS = (operator.attrgetter, functools.partial)
+_MAKERS = (operator.attrgetter, operator.methodcaller, functools.partial)
 _HAND_ON = (map, filter, sorted, max, min, itertools.groupby)
 
 _FIRST = re.compile(r"[^.\[]*")  # of a text's field: the argument
@@ -73,6 +73,14 @@ def asked_of(function: Any, args: list[Any]) -> Iterator[Place]:
         yield from _along(path[0], path[1:])
 
 
+def method_called(function: Any, owner: Any) -> Any:
+    """Return the method that ``operator.methodcaller("name")`` calls of an object."""
+    made, args = function.__reduce__()
+    name = (made.args if type(made) is functools.partial else args)[0]
+    found = attribute_in(owner, name)
+    return types.MethodType(found, owner) if isinstance(found, types.FunctionType) else found
+
+
 def asked_by_text(text: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> Iterator[Place]:
     """Yield the places that ``text.format(*args, **keywords)`` reads: ``"{0.n} {net.d[k]}"``."""
     for numbered, (field, spec) in enumerate(_fields(text)):
@@ -107,6 +115,7 @@ def found_by(function: Any, args: list[Any]) -> Any:
     if is_one_of(function, _MAKERS):
         is_known = all(type(arg) is str for arg in args)
         is_known = is_known or is_getter(args[0]) or is_setter(args[0])
+        is_known = is_known or (function is operator.methodcaller and type(args[0]) is str)
         return function(*args) if args and is_known else UNKNOWN
     places = [*asked_of(function, args)]
     for place, (owner, _) in itertools.pairwise(places):

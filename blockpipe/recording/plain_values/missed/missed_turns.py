@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...._common.libraries import is_users
 from ..evaluation.expressions import Frame
-from ..evaluation.still_frames import STOPS
+from ..evaluation.still_frames import STOPS, Given
 from ..known_values import KnownValues
 from ..questions.open_questions import any_open, follows_from_set
+from ..questions.set_by_forwards import users_function
+from ..still_code import frames_of
 from ..syntax.accesses import Access, branches_of, conditions_of, sources_of
 from ..syntax.branches import Turn
 from ..syntax.effects import ASKS_SHAPE, name_called
@@ -32,6 +35,7 @@ _MAY_FAIL = frozenset(  # by the values of a matrix, also where a recording has 
     ]
 )
 _COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
+_RAISES = "RAISE_VARARGS"  # by ``raise``
 _YIELDS = "YIELD_VALUE"  # also by ``yield from`` and ``await``
 
 _Accesses = Mapping[int, list[Access]]
@@ -130,7 +134,7 @@ class MissedTurns:
         """Whether it follows from the data, or from what forwards set, if statements raise an error
         that is caught."""
         kinds = [frame.evaluated(kind) for kind in turn.caught]
-        if kinds and not self._may_raise(kinds):
+        if kinds and not self._may_raise(kinds) and not _raise(turn.by, frame):
             return False
         parts = [part for node in turn.by for part in ast.walk(node)]
         of_matrices = torch.linalg.LinAlgError  # type: ignore[attr-defined]
@@ -144,7 +148,21 @@ class MissedTurns:
     def _may_raise(kinds: Iterable[Any]) -> bool:
         """Whether any error of some kinds may follow from the data."""
         flat = (one for kind in kinds for one in (kind if isinstance(kind, tuple) else (kind,)))
-        return any(not (isinstance(k, type) and issubclass(k, _OF_NO_DATA)) for k in flat)
+        return any(
+            not (isinstance(k, type) and issubclass(k, _OF_NO_DATA)) or is_users(k.__module__)
+            for k in flat
+        )
+
+
+def _raise(statements: Iterable[ast.AST], frame: Frame) -> bool:
+    """Return whether statements raise an error by themselves, or in functions of the user's."""
+    parts = [part for one in statements for part in ast.walk(one)]
+    if any(isinstance(part, ast.Raise) for part in parts):
+        return True
+    calls = [part for part in parts if isinstance(part, ast.Call)]
+    called = ((users_function(call, frame), Given.by(call, frame)) for call in calls)
+    stills = (still for function, given in called for still in frames_of(function, given))
+    return any(_RAISES in map(dis.opname.__getitem__, s.f_code.co_code[::2]) for s in stills)
 
 
 def _is_left(running: types.FrameType) -> bool:

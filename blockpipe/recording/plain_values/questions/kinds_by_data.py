@@ -126,6 +126,10 @@ class Kinds:
             return name == "type" and self._any(given, frame)
         if isinstance(function, type) or _is_torchs(call.func, function, frame):
             return self._any((*of_method, *given), frame)
+        if name == "get" and of_method and given:
+            entry = ast.Subscript(of_method[0], given[0], ast.Load())
+            if self.may_differ(entry, frame):
+                return True
         if is_set(call, frame, self._known):  # it draws
             return True
         return any(self._values.value_may_differ(one, frame) for one in (*of_method, *given))

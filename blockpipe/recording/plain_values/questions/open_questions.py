@@ -32,7 +32,7 @@ from ..syntax.effects import (
     name_called,
 )
 from .kinds_by_data import Kinds
-from .set_by_forwards import is_kept, is_set, is_users_function
+from .set_by_forwards import is_kept, is_set, is_users_function, users_function
 from .sizes_by_data import has_size_by_data
 
 _SURE = (nn.Module, type, types.ModuleType, types.FunctionType, type(None))
@@ -111,15 +111,18 @@ class _Values:
             case ast.Call():
                 return self._call_may_differ(node, frame)
             case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot()], comparators=[right]):
-                # Which of two numbers, or of two texts, its value says; which object, its kind.
-                is_value = isinstance(right, ast.Constant) and right.value is not None
                 return any(
-                    self.value_may_differ(one, frame)
-                    if is_value or not isinstance(one, ast.Name | ast.Call)
-                    else self._kinds.may_differ(one, frame)
-                    for one in (left, right)
+                    self._identity_may_differ(*each, frame)
+                    for each in ((left, right), (right, left))
                 )
         return any(self.may_differ(part, frame) for part in ast.iter_child_nodes(node))
+
+    def _identity_may_differ(self, node: ast.expr, other: ast.expr, frame: Frame) -> bool:
+        """Whether it may differ which object an expression gives, that is compared with another."""
+        if isinstance(other, ast.Constant) and other.value is not None:
+            return self.value_may_differ(node, frame)  # one of two numbers, or texts
+        is_variable = isinstance(node, ast.Name | ast.Call)
+        return (self._kinds if is_variable else self).may_differ(node, frame)
 
     def _name_may_differ(self, node: ast.Name, frame: Frame) -> bool:
         owner, _, value = frame.owner_of(Access(node, reads=True, writes=False))
@@ -232,7 +235,8 @@ class _Values:
         if isinstance(part, ast.Call):
             if self._kinds.has_several_results(part, frame):
                 return True
-            numbers = [one for one in arguments_of(part) if _is_number(one, frame)]
+            given = itertools.chain.from_iterable(map(_members_of, arguments_of(part)))
+            numbers = [one for one in given if _is_number(one, frame)]
             return name_called(part) in _GIVES_NUMBERS or any(
                 self.may_differ(one, frame) for one in numbers
             )
@@ -266,7 +270,15 @@ def _computes(function: Any) -> bool:
     )
 
 
+def _members_of(node: ast.expr) -> list[ast.expr]:
+    return node.elts if isinstance(node, ast.Tuple | ast.List) else [node]
+
+
 def _is_number(node: ast.expr, frame: Frame) -> bool:
+    sides = (node.left, node.right) if isinstance(node, ast.BinOp) else (node,)
+    calls = (one for one in sides if isinstance(one, ast.Call))
+    if any(users_function(one, frame) is not None for one in calls):
+        return True  # or a tensor: nobody knows
     return isinstance(frame.evaluated(node), int | float)
 
 

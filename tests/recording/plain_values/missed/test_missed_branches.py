@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import operator
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -148,33 +149,88 @@ class Reads(nn.Module):
 LAYERS = [Reads(STATISTICS)]
 
 
+class Window:
+    """An object that syntax asks for its numbers, which are an entry."""
+
+    def __init__(self, statistics: dict[str, float]) -> None:
+        self.statistics = statistics
+
+    def __iter__(self) -> Iterator[float]:
+        yield self.statistics["last"]
+
+    def __mul__(self, h: Tensor) -> Tensor:
+        return h * self.statistics["last"]
+
+    def __len__(self) -> int:
+        return int(self.statistics["last"])
+
+    def scaled(self) -> Tensor:
+        return torch.tensor(self.statistics["last"])
+
+
 def _reduces(net: Net) -> Tensor:
     return functools.reduce(lambda h, layer: layer(h), LAYERS, torch.zeros(()))
 
 
-@pytest.mark.parametrize(
-    "read",
-    [_enters, _enters_its_own, _enters_one_of_two, _enters_one_that_a_function_makes, _reduces],
-)
-def test_an_entry_that_a_context_manager_or_a_layer_in_a_branch_reads_counts(
-    read: Callable[[Net], Tensor],
-) -> None:
-    class Branching(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            with bp.Block(stage=0):
-                h = self.first(x).tanh()
-                if x.mean() > 0:
-                    with Scope(STATISTICS) as scope:
-                        h = h + scope.scale
-            with bp.Block(stage=1):
-                return self.second(h)
+def _calls_by_name(net: Net) -> Tensor:
+    return operator.methodcaller("scaled")(Window(STATISTICS))
 
-    kinds = (Net, Branching) if read is _enters else (Net,)
-    for kind in kinds:
-        pipe = bp.Pipeline(kind(_entry, read), devices=stages(2), chunks=2)
-        x = torch.rand(8, 4) - 2  # no micro-batch takes the branch
-        with pytest.raises(StateError, match=r"last"):
-            pipe.forward_backward(x, target=x, loss_fn=mse_loss)
+
+class InBranch(Net):
+    """The same, written in the branch itself."""
+
+    def changed(self, x: Tensor, h: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.first(x).tanh()
+            h = self.changed(x, h)
+        with bp.Block(stage=1):
+            return self.second(h)
+
+
+class Enters(InBranch):
+    def changed(self, x: Tensor, h: Tensor) -> Tensor:
+        if x.mean() > 0:
+            with Scope(STATISTICS) as scope:
+                h = h + scope.scale
+        return h
+
+
+class LoopsOverNew(InBranch):
+    def changed(self, x: Tensor, h: Tensor) -> Tensor:
+        if x.mean() > 0:
+            for scale in Window(STATISTICS):
+                h = h + scale
+        return h
+
+
+class Multiplies(InBranch):
+    def changed(self, x: Tensor, h: Tensor) -> Tensor:
+        return Window(STATISTICS) * h if x.mean() > 0 else h
+
+
+class Measures(InBranch):
+    def changed(self, x: Tensor, h: Tensor) -> Tensor:
+        return h * len(Window(STATISTICS)) if x.mean() > 0 else h
+
+
+@pytest.mark.parametrize(
+    ("kind", "read"),
+    [
+        *((Net, read) for read in (_enters, _enters_its_own, _enters_one_of_two)),
+        *((Net, read) for read in (_enters_one_that_a_function_makes, _reduces, _calls_by_name)),
+        *((kind, _enters) for kind in (Enters, LoopsOverNew, Multiplies, Measures)),
+    ],
+)
+def test_an_entry_that_an_object_made_in_a_branch_reads_counts(
+    kind: type[Net], read: Callable[[Net], Tensor]
+) -> None:
+    pipe = bp.Pipeline(kind(_entry, read), devices=stages(2), chunks=2)
+    x = torch.rand(8, 4) - 2  # no micro-batch takes the branch
+    with pytest.raises(StateError, match=r"last"):
+        pipe.forward_backward(x, target=x, loss_fn=mse_loss)
 
 
 def test_a_read_on_the_stage_that_sets_it_is_not() -> None:
