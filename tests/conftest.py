@@ -33,7 +33,7 @@ from .simulated_build import CannotBuildError
 
 # How many examples a property has, in percent of what it asks stage_devices.examples() for; no
 # deadline, for a machine may be busy. CI takes --hypothesis-profile full.
-settings.register_profile("quick", deadline=None, max_examples=12)
+settings.register_profile("quick", deadline=None, max_examples=6)
 settings.register_profile("full", deadline=None, max_examples=200)
 settings.load_profile("quick")
 

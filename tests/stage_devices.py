@@ -42,8 +42,8 @@ def device_type() -> str:
 
 
 def examples(count: int) -> int:
-    """So many examples of a property, times what the profile says (``conftest.py``): an eighth under
-    ``quick``, twice as many under ``full``; a tenth of them where each operation is queued."""
+    """So many examples of a property, times what the profile says (``conftest.py``): a sixteenth
+    under ``quick``, twice as many under ``full``; a tenth of them where each operation is queued."""
     wanted = count * settings.default.max_examples // 100
     return max(wanted // (10 if is_simulated() else 1), 3)
 

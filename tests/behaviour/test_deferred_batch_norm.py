@@ -265,6 +265,7 @@ def test_a_batch_norm_in_glue_is_deferred(isolate):
     assert difference(model, plain, loss, expected).same
 
 
+@pytest.mark.slow
 def test_every_layer_of_a_resnet_has_what_it_got():
     """torchvision's ResNet-18: every layer's statistics are those of all that it got."""
     torchvision = pytest.importorskip("torchvision")
@@ -281,6 +282,7 @@ def test_every_layer_of_a_resnet_has_what_it_got():
     assert difference(model, plain, loss, expected).same
 
 
+@pytest.mark.slow
 def test_batch_norms_of_timm_are_deferred():
     """timm's BatchNormAct2d, with a forward of its own."""
     timm = pytest.importorskip("timm")

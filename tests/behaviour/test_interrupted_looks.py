@@ -26,6 +26,7 @@ class Turning(nn.Module):
         return 2 * x if self.options.twice else x
 
 
+@pytest.mark.slow
 def test_after_an_interrupted_look_all_recordings_are_made_anew() -> None:
     """Wherever it comes: those of before do not count for the new values, and later
     changes of the new objects are seen."""

@@ -21,6 +21,7 @@ def _interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 def test_an_interrupt_at_any_bytecode_leaves_a_model_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
