@@ -2,6 +2,7 @@
 
 from itertools import count
 
+import pytest
 from torch import Tensor, nn
 
 from blockpipe.preparation.watched.watched_values import WatchedValues
