@@ -104,6 +104,18 @@ def hooks_in(model: nn.Module) -> list[Hook]:
     ]
 
 
+def frame_inside(function: Any, given: Given) -> Frame:
+    """Return the frame of a function of the user's, or of a method, that a call calls.
+
+    Args:
+        function: the function.
+        given: what the call gives it.
+    """
+    if isinstance(function, types.MethodType):
+        function, given = function.__func__, given.behind(function.__self__)
+    return Frame(given.to(function, is_first=False), {}, None)  # type: ignore[arg-type]
+
+
 def named_of_unknown(access: Access, frame: Frame, is_lasting: Callable[[Any], bool]) -> str | None:
     """Return the name by which code reads or sets something in an object that nobody can tell, but
     that may outlive the forward, or in one behind a wrapper.

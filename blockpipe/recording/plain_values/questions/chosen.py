@@ -10,14 +10,17 @@ from typing import Any
 
 from ..evaluation.expressions import Frame
 from ..evaluation.members import UNKNOWN, attribute_in, own_attributes
-from ..evaluation.still_frames import chosen_among, or_unknown
+from ..evaluation.still_frames import Given, Results, chosen_among, or_unknown
 from ..known_values import KnownValues
 from ..places import has_tensors
-from ..syntax.accesses import Access, sources_of
+from ..still_code import frame_inside
+from ..syntax.accesses import Access, returned_by, sources_of, tests_of
 from ..syntax.contents import alternatives
+from ..syntax.deciders import parts_of_results
 from ..syntax.effects import CALLS_EACH, arguments_of, name_called
 from ..syntax.uses import Use
 from .open_questions import any_open
+from .set_by_forwards import users_function
 
 FUNCTIONS = (types.FunctionType, types.MethodType)
 _GIVES_ENTRY = ("get", "pop", "setdefault")  # methods of dictionaries
@@ -60,9 +63,27 @@ class Choices:
             case ast.Call():
                 for one, name in self._named(node, frame):
                     yield or_unknown(frame.bound, ast.Attribute(ast.Constant(one), name))
+                for kind in self.objects(node.func, frame, deep + 1):
+                    if isinstance(kind, type):
+                        yield Results().of(kind, Given.by(node, frame))
+                yield from self._returned(node, frame)
             case ast.Name():
                 for source in sources_of(frame.code, node.id):
                     yield from self.objects(source, frame, deep + 1)
+
+    def _returned(self, call: ast.Call, frame: Frame) -> Iterator[Any]:
+        """Yield the objects that a function of the user's may return with other data, and those in
+        lists that it may return."""
+        function = users_function(call, frame)
+        if function is None:
+            return
+        inner = frame_inside(function, Given.by(call, frame))
+        returned = returned_by(inner.code)
+        if any_open([*tests_of(inner.code), *returned], inner, self._known):
+            for node in parts_of_results(inner.code, returned):
+                yield or_unknown(inner.bound, node)
+                if isinstance(node, ast.Subscript):
+                    yield from chosen_among(node, inner)
 
     def _named(self, call: ast.Call, frame: Frame) -> Iterator[tuple[Any, str]]:
         """Yield an object, and names of it, that ``getattr`` may read which is given a text that

@@ -19,6 +19,7 @@ from ..evaluation.expressions import Frame
 from ..evaluation.members import UNKNOWN, attribute_in
 from ..evaluation.still_frames import Given
 from ..known_values import KnownValues
+from ..still_code import frame_inside
 from ..syntax.accesses import returned_by, sources_of, tests_of
 from ..syntax.contents import alternatives
 from ..syntax.deciders import fills
@@ -136,17 +137,14 @@ class Kinds:
 
     def _returns_may_differ(self, function: Any, given: Given) -> bool:
         """Whether the user's function may return something of another kind."""
-        if isinstance(function, types.MethodType):
-            function, given = function.__func__, given.behind(function.__self__)
-        key = function.__code__, given.by_identity()
+        inner = frame_inside(function, given)
+        key = inner.code, given.by_identity(), id(getattr(function, "__self__", None))
         if key in self._found:
             return self._found[key]
         self._found[key] = False  # of itself
-        self._kept.append(given)
-        inner = Frame(given.to(function, is_first=False), {}, None)  # type: ignore[arg-type]
-        returned = returned_by(function.__code__)
-        is_one = len(returned) == 1
-        tests = () if is_one else tests_of(function.__code__)
+        self._kept += [function, given]
+        returned = returned_by(inner.code)
+        tests = () if len(returned) == 1 else tests_of(inner.code)
         found = self._values.is_open(tests, inner) or self._any(returned, inner)
         self._found[key] = found
         return found

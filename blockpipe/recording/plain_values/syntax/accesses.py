@@ -277,9 +277,11 @@ def returned_by(code: types.CodeType) -> Sequence[ast.expr]:
     for before, instruction in itertools.pairwise(instructions):
         if instruction.opname.startswith("RETURN"):
             # A lambda's return is where the function begins.
-            at = before if code.co_name == "<lambda>" else instruction
+            is_lambda = code.co_name == "<lambda>"
+            at = before if is_lambda else instruction
             ends: list[ast.expr] = [one for one, outer in nodes.of(at) if _is_returned(one, outer)]
-            ends = [nodes.returned[end]] if (end := _end_of(at)) in nodes.returned else ends
+            if not is_lambda and (end := _end_of(at)) in nodes.returned:
+                ends = [nodes.returned[end]]
             if not ends:
                 return []
             found[id(ends[0])] = ends[0]

@@ -4,10 +4,12 @@ import ast
 import functools
 import itertools
 import types
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from typing import Any
 
 from .accesses import Access, accesses_of, branches_of, calls_of, conditions_of, sources_of
 from .branches import is_in
+from .contents import alternatives
 from .effects import CALLS_EACH, CHANGES_GIVEN, DOES_BOTH, WRITES, arguments_of, name_called
 from .nodes import lines_of, nodes_of
 
@@ -35,6 +37,30 @@ def fills(code: types.CodeType, name: str) -> list[ast.expr | ast.stmt]:
             by for turn in branches_of(code) if turn.is_loop and turn.has(put) for by in turn.by
         )
     return [*puts, *found]
+
+
+def parts_of_results(
+    code: types.CodeType, returned: Iterable[ast.expr]
+) -> Iterator[ast.expr | ast.stmt]:
+    """Yield the expressions that a function's result may be, and those in a list that it makes."""
+    todo: list[Any] = [*returned]
+    seen = set[str]()
+    while todo:
+        match node := todo.pop():
+            case ast.Name(id=name):
+                todo += () if name in seen else [*sources_of(code, name), *fills(code, name)]
+                seen.add(name)
+                yield node
+            case ast.List(elts=parts) | ast.Tuple(elts=parts) | ast.Set(elts=parts):
+                todo += parts
+            case ast.Starred(value=part):
+                todo.append(part)
+            case ast.BinOp(left=left, right=right):  # of two lists, or of a list and a count
+                todo += [left, right]
+            case ast.IfExp() | ast.BoolOp():
+                todo += alternatives(node)
+            case _:
+                yield node
 
 
 def is_handed_to_each(node: ast.expr, code: types.CodeType) -> bool:

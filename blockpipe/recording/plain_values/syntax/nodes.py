@@ -69,7 +69,7 @@ class Nodes:
     contexts: list[ast.expr] = field(default_factory=list)
     notes: list[tuple[tuple[int, int], tuple[int, int], str]] = field(default_factory=list)
     containers: dict[tuple[int | None, int | None], ast.expr] = field(default_factory=dict)
-    returned: dict[tuple[int | None, int | None], ast.Lambda] = field(default_factory=dict)
+    returned: dict[tuple[int | None, int | None], ast.expr] = field(default_factory=dict)
     runs_over: dict[Span, list[ast.expr]] = field(default_factory=lambda: defaultdict(list))
 
     def of(self, instruction: dis.Instruction) -> list[Place]:
@@ -122,7 +122,7 @@ def _nodes_in(source: str) -> Nodes:
             at += ((ast.copy_location(one, node), (node,)) for one in read)
         elif isinstance(node, ast.Compare) and isinstance(node.ops[-1], ast.In | ast.NotIn):
             found.containers[node.end_lineno, node.end_col_offset] = node.comparators[-1]
-        elif isinstance(node, ast.Return) and isinstance(node.value, ast.Lambda):
+        elif isinstance(node, ast.Return) and node.value is not None:
             found.returned[node.end_lineno, node.end_col_offset] = node.value
         for loop in loops_in(node):
             for around in (node, loop):

@@ -1,0 +1,156 @@
+"""Layers, classes and lists that a method returns for some data."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import blockpipe as bp
+from blockpipe.errors import StateError
+
+from ....parity import assert_trains_as_plain
+from ....stage_devices import stages
+
+
+class Scaled(nn.Linear):
+    """A layer that reads an entry of the model's."""
+
+    def __init__(self, table: dict[str, float]) -> None:
+        super().__init__(4, 4)
+        self.table = table
+
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward(h) * self.table["scale"]
+
+
+class Scales:
+    def __init__(self, net: "Net") -> None:
+        self.net = net
+
+    def __call__(self, h: Tensor) -> Tensor:
+        return h * self.net.table["scale"]
+
+
+class Keeps(Scales):
+    def __call__(self, h: Tensor) -> Tensor:
+        return h
+
+
+class Net(nn.Module):
+    """The first stage sets an entry, which some layers of the second one read."""
+
+    def __init__(self, tail: Callable[["Net", Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self._tail = nn.Linear(4, 4), nn.Linear(4, 4), tail
+        self.table = {"scale": 1.0}
+        self.calm, self.wild = nn.Linear(4, 4), Scaled(self.table)
+        self.layers = nn.ModuleList([nn.Linear(4, 4), self.wild])
+
+    def by_return(self, x: Tensor) -> nn.Module:
+        if x.max() > 2:
+            return self.wild
+        return self.calm
+
+    def by_ternary(self, x: Tensor) -> nn.Module:
+        return self.wild if x.max() > 2 else self.calm
+
+    def by_index(self, x: Tensor) -> nn.Module:
+        layer = self.layers[int(x.max() > 2)]
+        return layer  # noqa: RET504 - also by a variable
+
+    def by_option(self, x: Tensor) -> nn.Module:
+        assert x.max() < 100
+        return self.calm if self.training else self.wild
+
+    def times(self, x: Tensor) -> list[nn.Module]:
+        return [self.wild] * int(x.max() > 2)
+
+    def longer(self, x: Tensor) -> list[nn.Module]:
+        if x.max() > 2:
+            return [self.calm, self.wild]
+        return [self.calm]
+
+    def added(self, x: Tensor) -> list[Any]:
+        found: list[Any] = [self.calm]
+        if x.max() > 2:
+            found.append(self.wild)
+        return found
+
+    def kind(self, x: Tensor) -> type[Scales]:
+        return Scales if x.max() > 2 else Keeps
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.first(x)
+            self.table["scale"] = self.table["scale"] * 0.9 + 0.1 * h.detach().mean().item()
+        with bp.Block(stage=1):
+            return self._tail(self, x, self.second(h))
+
+
+def in_place(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    return net.by_return(x)(h)
+
+
+def by_variable(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    layer = net.by_ternary(x)
+    return layer(h)
+
+
+def by_index(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    return net.by_index(x)(h)
+
+
+def loop_over_times(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    for layer in net.times(x):
+        h = layer(h)
+    return h
+
+
+def loop_over_longer(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    for layer in net.longer(x):
+        h = layer(h)
+    return h
+
+
+def loop_over_added(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    layers = net.added(x)
+    for layer in layers:
+        h = layer(h)
+    return h
+
+
+def of_a_class(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    return net.kind(x)(net)(h)
+
+
+def of_an_object(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    made = net.kind(x)(net)
+    return made(h)
+
+
+CALM = torch.linspace(-1, 1, 32).view(8, 4)
+Y = torch.ones(8, 4)
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        *(in_place, by_variable, by_index, loop_over_times, loop_over_longer, loop_over_added),
+        *(of_a_class, of_an_object),
+    ],
+)
+def test_what_a_method_returns_for_some_data_counts(
+    tail: Callable[[Net, Tensor, Tensor], Tensor],
+) -> None:
+    pipe = bp.Pipeline(Net(tail), devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match=r"entry 'scale'"):
+        pipe.forward_backward(CALM, target=Y, loss_fn=mse_loss)
+
+
+def test_what_it_returns_by_an_option_alone_does_not() -> None:
+    net = Net(lambda net, x, h: net.by_option(x)(h))
+    assert_trains_as_plain(net, copy.deepcopy(net), [CALM, CALM * 4], Y)
