@@ -30,7 +30,7 @@ from ...._torch.modules import (
 from ....batches.losses import WeightedLoss
 from ..syntax.accesses import Access, accesses_of, calls_of, contexts_of, sources_of
 from ..syntax.contents import alternatives
-from ..syntax.effects import arguments_of
+from ..syntax.effects import CALLS_MODULES, arguments_of, name_called
 from ..syntax.later_calls import called_later
 from ..syntax.protocols import called_by_name, called_by_with, of_entry, protocols_of, set_by
 from ..syntax.uses import Use
@@ -224,7 +224,9 @@ def handed_on_by(
     for node in arguments_of(call):
         if node in without:
             continue
-        if not _is_function(handed_on := or_unknown(frame.bound, node)):
+        handed_on = or_unknown(frame.bound, node)
+        is_called = isinstance(handed_on, nn.Module) and name_called(call) in CALLS_MODULES
+        if not (is_called or _is_function(handed_on)):
             continue
         if function is functools.partial and node is first:
             yield handed_on, Given.by(call, frame).of_partial()

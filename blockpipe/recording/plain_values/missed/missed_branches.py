@@ -21,7 +21,7 @@ from ..evaluation.expressions import Frame
 from ..evaluation.loops import RunTurn, hop_before
 from ..evaluation.other_values import OtherValues
 from ..evaluation.sizes import Sizes
-from ..evaluation.still_frames import StillFrame
+from ..evaluation.still_frames import Given, StillFrame
 from ..known_values import KnownValues
 from ..questions.chosen import Choices
 from ..questions.open_questions import any_open
@@ -36,13 +36,13 @@ from ..syntax.accesses import (
     tests_of,
     turns_of,
 )
-from ..syntax.branches import is_in
+from ..syntax.branches import is_in, leaves_loop
 from ..syntax.deciders import is_missed
 from ..syntax.later_calls import codes_called_again, codes_called_later
 from ..tensors.missed_tensors import MissedTensors
 from ..tensors.untaken_branches import UntakenBranches
 from ..values import back
-from .missed_calls import MissedCalls
+from .missed_calls import NOTHING_GIVEN, MissedCalls
 from .missed_turns import MissedTurns
 
 _Accesses = Mapping[int, list[Access]]
@@ -199,13 +199,17 @@ class MissedBranches:
                     if isinstance(call, ast.Call):
                         chosen = self._choices.objects(call.func, frame)
                         handed = self._choices.handed_on(call, frame)
-                        self._note_others((*chosen, *handed), hop)
+                        self._note_others(chosen, hop, Given.by(call, frame))
+                        self._note_others(handed, hop)
 
-    def _note_others(self, functions: Iterable[Any], hop: int) -> None:
+    def _note_others(
+        self, functions: Iterable[Any], hop: int, given: Given = NOTHING_GIVEN
+    ) -> None:
         later = Later([], [], [])
         for function in functions:
-            found = () if self._has_run(function) else self._calls.of(function, hop, later=later)
-            self._note_called(found, later, hop)
+            if not self._has_run(function):
+                found = self._calls.of(function, hop, given, later=later)
+                self._note_called(found, later, hop)
 
     def _note_called(
         self, stills: Iterable[StillFrame], later: Later, hop: int, *, may_run: bool = True
@@ -286,15 +290,14 @@ class MissedBranches:
 
     def _chosen_in_turns(self, node: ast.expr, frame: Frame) -> set[str]:
         """Return the variables of the loops around an expression that is in a branch of them which
-        the data choose."""
+        the data choose, or that the data end."""
         loops = [turn for turn in branches_of(frame.code) if turn.is_loop and turn.has(node)]
         if not loops:
             return set()
         found = set[str]()
         for condition in conditions_of(frame.code):
-            if condition.asked_for(node) is not None and any_open(
-                [condition.test], frame, self._known
-            ):
+            is_around = condition.asked_for(node) is not None or leaves_loop(condition)
+            if is_around and any_open([condition.test], frame, self._known):
                 around = [one for one in loops if one.has(condition.test)]
                 parts = (part for one in around if one.target for part in ast.walk(one.target))
                 found |= {part.id for part in parts if isinstance(part, ast.Name)}

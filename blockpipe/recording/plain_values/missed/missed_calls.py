@@ -15,7 +15,7 @@ from ..still_code import Later, frames_of, note_later
 from ..syntax.accesses import Access
 from ..syntax.later_calls import called_later
 
-_NOTHING = Given()
+NOTHING_GIVEN = Given()
 
 
 class MissedCalls:
@@ -57,7 +57,7 @@ class MissedCalls:
         self,
         function: Any,
         hop: int,
-        given: Given = _NOTHING,
+        given: Given = NOTHING_GIVEN,
         *,
         by_size: bool = False,
         later: Later | None = None,
@@ -87,5 +87,5 @@ def _called(access: Access, frame: Frame) -> tuple[Any, Given]:
     if isinstance(node, ast.Attribute):
         bound = frame.bound(node)  # ``(self.a if … else self.b)(x)``
         if isinstance(bound, types.MethodType):
-            return bound, _NOTHING
-    return None, _NOTHING
+            return bound, NOTHING_GIVEN
+    return None, NOTHING_GIVEN

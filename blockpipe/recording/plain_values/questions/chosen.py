@@ -2,15 +2,18 @@
 
 import ast
 import enum
-import functools
+import itertools
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
+from ...._torch.modules import children_of
 from ..evaluation.expressions import Frame
-from ..evaluation.members import UNKNOWN, attribute_in, own_attributes
-from ..evaluation.still_frames import Given, Results, chosen_among, or_unknown
+from ..evaluation.members import UNKNOWN, own_attributes
+from ..evaluation.still_frames import Given, Results, chosen_among, or_unknown, some_of
 from ..known_values import KnownValues
 from ..places import has_tensors
 from ..still_code import frame_inside
@@ -24,6 +27,12 @@ from .set_by_forwards import users_function
 
 FUNCTIONS = (types.FunctionType, types.MethodType)
 _GIVES_ENTRY = ("get", "pop", "setdefault")  # methods of dictionaries
+_CHOOSES = (
+    *("max", "min", "sorted", "next", "filter", "islice", "compress", "takewhile", "dropwhile"),
+    *("zip", "enumerate", "reversed", "choice", "choices", "sample", "list", "tuple"),
+)
+"""Functions of Python that give some of what they are given."""
+_MODULES = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _MOST_DEEP = 4  # of names that are followed to what they are set to: a guess
 _PLAIN = (bool, int, float, str, bytes, enum.Enum, type(None))
 _ANY = ast.Name("*", ast.Load())  # a key that nobody knows
@@ -53,7 +62,7 @@ class Choices:
                     yield from (or_unknown(frame.bound, one) for one in (body, orelse))
             case ast.Attribute(value=owner, attr=name):
                 for one in self.objects(owner, frame, deep + 1):
-                    yield or_unknown(functools.partial(attribute_in, one), name)
+                    yield or_unknown(frame.bound, ast.Attribute(ast.Constant(one), name))
             case ast.Call(func=ast.Attribute(value=table, attr=name), args=[at, *others]) if (
                 name in _GIVES_ENTRY
             ):
@@ -67,6 +76,8 @@ class Choices:
                     if isinstance(kind, type):
                         yield Results().of(kind, Given.by(node, frame))
                 yield from self._returned(node, frame)
+                if name_called(node) in _CHOOSES and any_open([node], frame, self._known):
+                    yield from _members_in(node, frame)
             case ast.Name():
                 for source in sources_of(frame.code, node.id):
                     yield from self.objects(source, frame, deep + 1)
@@ -164,6 +175,17 @@ class Choices:
             for given in arguments_of(call):
                 if isinstance(function := or_unknown(frame.bound, given), FUNCTIONS):
                     yield function
+
+
+def _members_in(call: ast.Call, frame: Frame) -> Iterator[Any]:
+    """Yield the members of the containers that a call is given: ``max(zip(layers, scores))``."""
+    for part in itertools.chain.from_iterable(map(ast.walk, arguments_of(call))):
+        if isinstance(part, ast.Name | ast.Attribute):
+            value = or_unknown(frame.evaluated, part)
+            if isinstance(value, nn.Module):
+                value = children_of(value) if isinstance(value, _MODULES) else {}
+            if isinstance(value, list | tuple | dict):
+                yield from some_of(value.values() if isinstance(value, dict) else value)
 
 
 def _sources_or(node: ast.expr, frame: Frame) -> Sequence[ast.expr]:

@@ -8,6 +8,8 @@ Most data leave kinds as they are. But a function may find something in some dat
 from __future__ import annotations
 
 import ast
+import enum
+import itertools
 import types
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -20,9 +22,8 @@ from ..evaluation.members import UNKNOWN, attribute_in
 from ..evaluation.still_frames import Given
 from ..known_values import KnownValues
 from ..still_code import frame_inside
-from ..syntax.accesses import returned_by, sources_of, tests_of
-from ..syntax.contents import alternatives
-from ..syntax.deciders import fills
+from ..syntax.accesses import contexts_of, returned_by, tests_of
+from ..syntax.deciders import fills, written_sources
 from ..syntax.effects import ASKS_KIND, COMPUTES, arguments_of, name_called
 from .set_by_forwards import is_set, is_users_function, users_function
 
@@ -32,7 +33,7 @@ _NUMBERS = (int, float, complex)
 _MOST_LOOKS = 200  # for one question: a guess
 
 
-class Values(Protocol):
+class AskedValues(Protocol):
     """Questions to the values of expressions."""
 
     def is_open(self, questions: Iterable[ast.AST], frame: Frame) -> bool:
@@ -50,7 +51,7 @@ class Kinds:
         values: questions to their values.
     """
 
-    def __init__(self, known: KnownValues, values: Values) -> None:
+    def __init__(self, known: KnownValues, values: AskedValues) -> None:
         self._known, self._values = known, values
         self._found = dict[Any, bool]()
         self._kept: list[Any] = []  # so that no other frame gets the id of one
@@ -67,16 +68,38 @@ class Kinds:
             self._found[key] = self._may_differ(node, frame)
         return self._found[key]
 
+    def of_tensor_may_differ(self, node: ast.expr, frame: Frame) -> bool:
+        """Return the same of a tensor's dtype, and of whether it needs a gradient."""
+        return self.may_differ(node, frame) or self.is_under_choice(frame)
+
+    def is_under_choice(self, frame: Frame) -> bool:
+        """Return whether a function enters a context that data may choose:
+        ``torch.autocast("cuda", enabled=is_safe)``."""
+        key = "contexts", id(frame.frame)
+        if key not in self._found:
+            self._found[key] = False  # of itself
+            self._kept.append(frame)
+            given = itertools.chain.from_iterable(map(arguments_of, contexts_of(frame.code)))
+            self._found[key] = any(self._values.value_may_differ(one, frame) for one in given)
+        return self._found[key]
+
     def is_one_of_several(self, node: ast.Name, frame: Frame) -> bool:
         """Return whether which of several expressions a local variable is set to may differ."""
-        is_one = len(_sources(node, frame)) < 2
+        is_one = len(written_sources(frame.code, node.id)) < 2
         around = () if is_one else fills(frame.code, node.id)
         return self._values.is_open([one for one in around if isinstance(one, ast.expr)], frame)
 
     def has_several_results(self, call: ast.Call, frame: Frame) -> bool:
         """Return whether a function of the user's may return what another of its lines makes."""
         own = _users(call, frame)
-        return own is not None and self._returns_may_differ(own, Given.by(call, frame))
+        if own is None:
+            return False
+        if self._returns_may_differ(own, Given.by(call, frame)):
+            return True
+        returned = returned_by(frame_inside(own, Given()).code)
+        is_one = len(returned) == 1 and not isinstance(returned[0], ast.IfExp | ast.BoolOp)
+        numbers = (one for one in arguments_of(call) if not _is_tensor(one, frame))
+        return not is_one and any(self._values.value_may_differ(one, frame) for one in numbers)
 
     def _may_differ(self, node: ast.AST | None, frame: Frame) -> bool:
         match node:
@@ -112,7 +135,7 @@ class Kinds:
     def _name_may_differ(self, node: ast.Name, frame: Frame) -> bool:
         if is_set(node, frame, self._known):
             return True
-        if sources := _sources(node, frame):
+        if sources := written_sources(frame.code, node.id):
             return self.is_one_of_several(node, frame) or self._any(sources, frame)
         if (given := argument_of(node.id, frame)) is not None:
             return self.may_differ(*given)
@@ -125,6 +148,8 @@ class Kinds:
             return self._any(given, frame) or self.has_several_results(call, frame)
         if name in ASKS_KIND or (name in COMPUTES and name not in _CHOOSES and not of_method):
             return name == "type" and self._any(given, frame)
+        if isinstance(function, type) and issubclass(function, enum.Enum):
+            return any(self._values.value_may_differ(one, frame) for one in given)
         if isinstance(function, type) or _is_torchs(call.func, function, frame):
             return self._any((*of_method, *given), frame)
         if name == "get" and of_method and given:
@@ -150,13 +175,6 @@ class Kinds:
         return found
 
 
-def _sources(name: ast.Name, frame: Frame) -> list[ast.expr]:
-    """Return what a local variable is set to; ``a if c else b`` once, as it is written."""
-    found = sources_of(frame.code, name.id)
-    parts = [[*alternatives(one)] for one in found]
-    return [one for one in found if not (isinstance(one, ast.List) and one.elts in parts)]
-
-
 def _is_given_by_users(node: ast.Name, frame: Frame) -> bool:
     """Return whether a variable is an argument from the user's code, of a call that nobody
     knows."""
@@ -175,6 +193,10 @@ def _users(call: ast.Call, frame: Frame) -> Any:
         forward = attribute_in(type(called), "forward")
         return types.MethodType(forward, called) if is_users_function(forward) else None
     return users_function(call, frame)
+
+
+def _is_tensor(node: ast.expr, frame: Frame) -> bool:
+    return isinstance(frame.evaluated(node), Tensor)
 
 
 def _is_torchs(node: ast.expr, function: Any, frame: Frame) -> bool:

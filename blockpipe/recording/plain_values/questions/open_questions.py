@@ -9,6 +9,7 @@ import ast
 import enum
 import itertools
 import types
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,14 +18,17 @@ from torch import Tensor, nn
 from ..evaluation.callers import argument_of, is_bound_to_hook, is_called_from_outside
 from ..evaluation.expressions import Frame, is_walker
 from ..evaluation.members import UNKNOWN, attribute_in
+from ..evaluation.still_frames import Given
 from ..known_values import KnownValues
-from ..syntax.accesses import Access, calls_of, sources_of
-from ..syntax.deciders import fills
+from ..still_code import frame_inside
+from ..syntax.accesses import Access, calls_of, returned_by, sources_of, tests_of
+from ..syntax.deciders import fills, written_sources
 from ..syntax.effects import (
     ASKS_KIND,
     ASKS_SHAPE,
     ASKS_SIZE,
     COMPUTES,
+    MAKES_BY_SIZE,
     OF_KINDS,
     OF_SHAPES,
     arguments_of,
@@ -36,6 +40,7 @@ from .set_by_forwards import is_kept, is_set, is_users_function, users_function
 from .sizes_by_data import has_size_by_data
 
 _SURE = (nn.Module, type, types.ModuleType, types.FunctionType, type(None))
+_CONTAINERS = (list, tuple, dict, deque)
 _GIVES_NUMBERS = ("int", "item", "tolist")
 _MOST_DEEP = 8  # of names that are followed to what they are set to: a guess
 
@@ -98,16 +103,22 @@ class _Values:
         """Return whether an expression may have another value for another micro-batch of the same
         sizes."""
         match node:
-            case ast.Constant() | ast.Lambda():
+            case ast.Constant():
                 return False
+            case ast.Lambda(args=given, body=body):  # ``max(layers, key=lambda i: scores[i])``
+                own = {one.arg for one in ast.walk(given) if isinstance(one, ast.arg)}
+                names = (part for part in ast.walk(body) if isinstance(part, ast.Name))
+                return any(self.value_may_differ(one, frame) for one in names if one.id not in own)
             case ast.Name():
                 return self._name_may_differ(node, frame)
             case ast.Attribute(value=owner, attr=name):
                 if name in OF_KINDS:
-                    return self._kinds.may_differ(owner, frame)
+                    return self._kinds.of_tensor_may_differ(owner, frame)
                 if name in OF_SHAPES:
                     return self._size_may_differ(owner, frame)
-                return is_set(node, frame, self._known) or self.may_differ(owner, frame)
+                if is_set(node, frame, self._known) or self.may_differ(owner, frame):
+                    return True
+                return self._property_may_differ(node, frame)
             case ast.Call():
                 return self._call_may_differ(node, frame)
             case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot()], comparators=[right]):
@@ -123,6 +134,28 @@ class _Values:
             return self.value_may_differ(node, frame)  # one of two numbers, or texts
         is_variable = isinstance(node, ast.Name | ast.Call)
         return (self._kinds if is_variable else self).may_differ(node, frame)
+
+    def _property_may_differ(self, node: ast.Attribute, frame: Frame) -> bool:
+        """Whether what a property of the user's gives may differ, or whether an object is true."""
+        owner, value = frame.evaluated(node.value), frame.evaluated(node)
+        getter = getattr(attribute_in(type(owner), node.attr), "fget", None)
+        methods = (attribute_in(type(value), name) for name in ("__bool__", "__len__"))
+        return self._method_may_differ(getter, owner) or any(
+            self._method_may_differ(method, value) for method in methods
+        )
+
+    def _method_may_differ(self, getter: Any, owner: Any) -> bool:
+        """Whether what a method without arguments gives may differ."""
+        key = getter, id(owner)
+        if not is_users_function(getter) or key in self._under_way:
+            return False
+        self._under_way.add(key)
+        try:
+            inner = frame_inside(getter, Given((owner,), is_all=True))
+            asked = [*tests_of(inner.code), *returned_by(inner.code)]
+            return self.is_open(asked, inner)
+        finally:
+            self._under_way.discard(key)
 
     def _name_may_differ(self, node: ast.Name, frame: Frame) -> bool:
         owner, _, value = frame.owner_of(Access(node, reads=True, writes=False))
@@ -180,6 +213,8 @@ class _Values:
             if is_set(entry, frame, self._known) or self.may_differ(entry, frame):
                 return True
             return any(self.may_differ(one, frame) for one in given)
+        if name == "is_grad_enabled" and self._kinds.is_under_choice(frame):
+            return True
         if name in ASKS_SHAPE:
             return any(self._kinds.may_differ(one, frame) for one in (*of_method, *given))
         if is_walker(frame.evaluated(function)):
@@ -199,23 +234,52 @@ class _Values:
         return is_asked or self.may_differ(node, frame)
 
     def _size_may_differ(self, node: ast.expr, frame: Frame) -> bool:
-        """Whether the size of what an expression gives may be another one for other data."""
-        if self._known.fake:
-            return False
+        """Whether the size of what an expression gives may be another one for other data, or
+        because forwards set what it is (``self.bank = torch.cat([self.bank, h])``)."""
         value = frame.evaluated(node)
         if isinstance(value, Tensor) and has_size_by_data(value):
             return True
         match node:
             case ast.Name() if isinstance(value, Tensor):
-                sources = sources_of(frame.code, node.id)
-                return self._kinds.is_one_of_several(node, frame) or any(
-                    self._cuts_by_data(source, frame) for source in sources
-                )
+                return self._size_of_name_may_differ(node, frame)
             case ast.Subscript(value=owner):
                 return self._size_may_differ(owner, frame) or self._cuts_by_data(node, frame)
             case ast.Attribute() if isinstance(value, Tensor):
-                return False
+                return is_set(node, frame, self._known)
+            case ast.Attribute():
+                return self.may_differ(node, frame)
+            case ast.Call(func=ast.Name("getattr"), args=[owner, ast.Constant(str(name)), *_]):
+                return self._size_may_differ(ast.Attribute(owner, name, ast.Load()), frame)
         return self.may_differ(node, frame)
+
+    def _size_of_name_may_differ(self, node: ast.Name, frame: Frame) -> bool:
+        key = id(frame.code), f"size of {node.id}", id(frame.frame)
+        if key in self._under_way or len(self._under_way) > _MOST_DEEP:
+            return False
+        self._under_way.add(key)
+        try:
+            if self._kinds.is_one_of_several(node, frame):
+                return True
+            sources = written_sources(frame.code, node.id)
+            if any(self._cuts_by_data(one, frame) for one in sources):
+                return True
+            given = argument_of(node.id, frame)
+            if given is not None and given[0] is not None:
+                sources, frame = [given[0]], given[1]
+            return any(self._joins_set(one, frame) for one in sources)
+        finally:
+            self._under_way.discard(key)
+
+    def _joins_set(self, node: ast.expr, frame: Frame) -> bool:
+        """Whether an expression makes a tensor of one that forwards set, or is one."""
+        for part in ast.walk(node):
+            if isinstance(part, ast.Name | ast.Attribute):
+                value = frame.evaluated(part)
+                if isinstance(value, Tensor) and self._size_may_differ(part, frame):
+                    return True
+                if isinstance(value, _CONTAINERS) and is_set(part, frame, self._known):
+                    return True
+        return False
 
     def _cuts_by_data(self, node: ast.expr, frame: Frame) -> bool:
         """Whether an expression makes a tensor as long as a mask, or a number of the data, says."""
@@ -233,6 +297,8 @@ class _Values:
                 for one, count in sides
             )
         if isinstance(part, ast.Call):
+            if name_called(part) in MAKES_BY_SIZE:
+                return any(self.value_may_differ(one, frame) for one in arguments_of(part))
             if self._kinds.has_several_results(part, frame):
                 return True
             given = itertools.chain.from_iterable(map(_members_of, arguments_of(part)))

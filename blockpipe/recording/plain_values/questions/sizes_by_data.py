@@ -15,8 +15,17 @@ from ....crossing.tags import TAG
 _FIND = frozenset(
     [
         *("nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount"),
+        *("_pack_padded_sequence", "_pad_packed_sequence", "pack_padded_sequence"),
         *("repeat_interleave", "one_hot", "nms", "tensor_split", "_unique2", "nonzero_static"),
-        *("unique_dim", "batched_nms", "histogramdd", "from_numpy", "tensor", "as_tensor"),
+        *(
+            "unique_dim",
+            "batched_nms",
+            "to_sparse",
+            "histogramdd",
+            "from_numpy",
+            "tensor",
+            "as_tensor",
+        ),
     ]
 )
 _TAKES = "__getitem__"

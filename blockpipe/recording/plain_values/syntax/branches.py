@@ -69,6 +69,12 @@ def conditions_in(node: ast.AST) -> Iterator[Condition]:
             yield Condition(one, () if is_or else rest, rest if is_or else ())
 
 
+def leaves_loop(condition: Condition) -> bool:
+    """Return whether a condition ends the loop that it is in."""
+    ends = (ast.Break, ast.Return)
+    return any(isinstance(one, ends) for one in (*condition.body, *condition.orelse))
+
+
 def _leaves(statements: Sequence[ast.stmt]) -> bool:
     """Return whether no statement behind these runs."""
     last = statements[-1] if statements else None

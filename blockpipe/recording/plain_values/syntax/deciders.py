@@ -39,6 +39,15 @@ def fills(code: types.CodeType, name: str) -> list[ast.expr | ast.stmt]:
     return [*puts, *found]
 
 
+@functools.lru_cache(10_000)
+def written_sources(code: types.CodeType, name: str) -> list[ast.expr]:
+    """Return what a function's local variable is set to; ``a if c else b`` once, as it is
+    written."""
+    found = sources_of(code, name)
+    parts = [[*alternatives(one)] for one in found]
+    return [one for one in found if not (isinstance(one, ast.List) and one.elts in parts)]
+
+
 def parts_of_results(
     code: types.CodeType, returned: Iterable[ast.expr]
 ) -> Iterator[ast.expr | ast.stmt]:

@@ -90,6 +90,19 @@ CALLS_EACH = (
 )
 """Functions of Python that call what they are given for each member of something."""
 
+CALLS_MODULES = (
+    *("map", "filter", "reduce", "starmap", "tree_map", "functional_call", "vmap", "grad"),
+    *("grad_and_value", "vjp", "jvp", "jacrev", "jacfwd", "hessian", "linearize"),
+)
+"""Functions of libraries that call a module which they are given."""
+
+MAKES_BY_SIZE = (
+    *("arange", "zeros", "ones", "empty", "full", "rand", "randn", "eye", "linspace", "randperm"),
+    *("new_zeros", "new_ones", "new_empty", "new_full", "repeat", "tile", "histc", "narrow"),
+    *("filter", "compress", "takewhile", "dropwhile", "filterfalse"),
+)
+"""Functions that make a tensor, or a list, as long as a number or a test says."""
+
 OF_SHAPES = ("shape", "nbytes")
 """Attributes of tensors that tell of their size."""
 

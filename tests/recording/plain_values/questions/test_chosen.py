@@ -1,6 +1,7 @@
-"""Layers, classes and lists that a method returns for some data."""
+"""Layers, classes, objects and lists that the data choose, by methods, functions and loops."""
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,16 @@ class Keeps(Scales):
         return h
 
 
+class Runs:
+    def run(self, net: "Net", h: Tensor) -> Tensor:
+        return h * net.table["scale"]
+
+
+class Rests(Runs):
+    def run(self, net: "Net", h: Tensor) -> Tensor:
+        return h
+
+
 class Net(nn.Module):
     """The first stage sets an entry, which some layers of the second one read."""
 
@@ -49,6 +60,7 @@ class Net(nn.Module):
         self.table = {"scale": 1.0}
         self.calm, self.wild = nn.Linear(4, 4), Scaled(self.table)
         self.layers = nn.ModuleList([nn.Linear(4, 4), self.wild])
+        self.runners = [Rests(), Runs()]
 
     def by_return(self, x: Tensor) -> nn.Module:
         if x.max() > 2:
@@ -79,6 +91,9 @@ class Net(nn.Module):
         if x.max() > 2:
             found.append(self.wild)
         return found
+
+    def runner(self, x: Tensor) -> Runs:
+        return Runs() if x.max() > 2 else Rests()
 
     def kind(self, x: Tensor) -> type[Scales]:
         return Scales if x.max() > 2 else Keeps
@@ -123,6 +138,57 @@ def loop_over_added(net: Net, x: Tensor, h: Tensor) -> Tensor:
     return h
 
 
+def own_method(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    runner = net.runners[int(x.max() > 2)]
+    return runner.run(net, h)
+
+
+def returned_method(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    return net.runner(x).run(net, h)
+
+
+def by_maximum(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    scores = [0.5, x.max().item() - 2]
+    best = max(range(2), key=lambda i: scores[i])
+    return net.layers[best](h)
+
+
+def by_sorted_pairs(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    scores = [0.5, x.max().item() - 2]
+    layer, _ = max(zip(net.layers, scores, strict=True), key=lambda pair: pair[1])
+    return layer(h)
+
+
+def by_identity(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    chosen = sorted([net.calm, net.wild], key=lambda one: (one is net.wild) is bool(x.max() > 2))
+    return h * net.table["scale"] if chosen[0] is net.wild else h
+
+
+def early_exit(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    for _, layer in enumerate(net.layers):
+        h = layer(h)
+        if x.max() < 2:
+            break
+    return h
+
+
+def sliced(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    for layer in itertools.islice(net.layers, 1 + int(x.max() > 2)):
+        h = layer(h)
+    return h
+
+
+def mapped(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    return torch.stack([*map(net.wild, h)]) if x.max() > 2 else h
+
+
+def functional(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    if x.max() > 2:
+        parameters = {name: p * 0.9 for name, p in net.wild.named_parameters()}
+        h = torch.func.functional_call(net.wild, parameters, (h,))
+    return h
+
+
 def of_a_class(net: Net, x: Tensor, h: Tensor) -> Tensor:
     return net.kind(x)(net)(h)
 
@@ -140,7 +206,8 @@ Y = torch.ones(8, 4)
     "tail",
     [
         *(in_place, by_variable, by_index, loop_over_times, loop_over_longer, loop_over_added),
-        *(of_a_class, of_an_object),
+        *(of_a_class, of_an_object, own_method, returned_method, by_maximum, by_sorted_pairs),
+        *(by_identity, early_exit, sliced, mapped, functional),
     ],
 )
 def test_what_a_method_returns_for_some_data_counts(

@@ -1,6 +1,7 @@
 """Branches by what kind a value is, which a function, or another branch, chooses by the data."""
 
 import copy
+import enum
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,12 +10,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.nn.utils.rnn import pack_padded_sequence
 
 import blockpipe as bp
 from blockpipe.errors import StateError
 
 from ....parity import assert_trains_as_plain
 from ....stage_devices import stages
+
+
+class Kind(enum.Enum):
+    CALM = 0
+    WILD = 1
 
 
 class Packed(NamedTuple):
@@ -57,6 +64,9 @@ class Net(nn.Module):
     def fallen(self, x: Tensor) -> Any:  # noqa: RET503 - and None, by its end
         if x.max() > 2:
             return x
+
+    def one_if(self, flag: bool) -> int | None:
+        return 1 if flag else None
 
     def is_wild(self, x: Tensor) -> bool:
         return bool(x.max() > 2)
@@ -234,12 +244,67 @@ def first_of(net: Net, x: Tensor, h: Tensor) -> Tensor:
     return h
 
 
+def given_a_number(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    found = net.one_if(bool(x.max() > 2))
+    if found is not None:
+        h = h * net.table["scale"]
+    return h
+
+
+def enum_member(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    kind = Kind(int(x.max() > 2))
+    if kind is Kind.WILD:
+        h = h * net.table["scale"]
+    return h
+
+
+def autocast(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    with torch.autocast(h.device.type, torch.bfloat16, enabled=bool(x.max() < 2)):
+        other = net.second(h)
+    if other.dtype == torch.float32:
+        h = h * net.table["scale"]
+    return h
+
+
+def grad_mode(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    with torch.set_grad_enabled(bool(x.max() < 2)):
+        other = h * 2
+    if not other.requires_grad:
+        h = h * net.table["scale"]
+    return h
+
+
+def longest(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    lengths = 1 + (x.mean(1) > 1).long()
+    mask = torch.arange(lengths.max().item(), device=h.device)[None] < lengths[:, None]
+    if mask.shape[1] > 1:
+        h = h * net.table["scale"]
+    return h
+
+
+def packed_rows(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    lengths = (1 + (x.mean(1) > 1).long()).cpu()
+    both = h[:, None].expand(-1, 2, -1)
+    packed = pack_padded_sequence(both, lengths, batch_first=True, enforce_sorted=False)
+    if packed.data.shape[0] > 2:
+        h = h * net.table["scale"]
+    return h
+
+
+def filtered(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    rows = torch.cat([h, *filter(lambda row: row.max() > 2, x.split(1))])
+    if rows.shape[0] > h.shape[0]:
+        h = h * net.table["scale"]
+    return h
+
+
 CALM = torch.linspace(-1, 1, 32).view(8, 4)
 Y = torch.ones(8, 4)
 FORMS = (
     *(early, ternary, falls_off, by_variable, by_layer, argument, keyword, called_object),
     *(named_tuple, identity, layer, isinstance_of, type_of, hasattr_of, dtype, dims),
-    *(needs_gradient, rows, cut, entry, looked_up, matched, first_of),
+    *(needs_gradient, rows, cut, entry, looked_up, matched, first_of, given_a_number, enum_member),
+    *(autocast, grad_mode, longest, packed_rows, filtered),
 )
 
 
@@ -278,3 +343,68 @@ def test_a_branch_by_a_kind_that_no_data_choose_does_not(
     net = Net(tail)
     plain = copy.deepcopy(net)
     assert_trains_as_plain(net, plain, [CALM, CALM * 4], Y)
+
+
+class Bank:
+    """Rows that it has seen."""
+
+    def __init__(self) -> None:
+        self.rows = torch.zeros(0, 4)
+
+    def push(self, h: Tensor) -> None:
+        self.rows = torch.cat([self.rows, h.detach()])[-6:]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def is_full(self) -> bool:
+        return self.rows.shape[0] == 6
+
+
+class Growing(nn.Module):
+    """Its second stage reads an entry as soon as it has seen enough."""
+
+    def __init__(self, tail: Callable[["Growing", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self._tail = nn.Linear(4, 4), nn.Linear(4, 4), tail
+        self.table, self.bank, self.seen = {"scale": 1.0}, Bank(), list[Tensor]()
+        self.rows: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.first(x)
+            self.table["scale"] *= 0.9
+        with bp.Block(stage=1):
+            return self._tail(self, self.second(h))
+
+
+def by_length(net: Growing, h: Tensor) -> Tensor:
+    net.bank.push(h)
+    return h * net.table["scale"] if len(net.bank) == 6 else h
+
+
+def by_property(net: Growing, h: Tensor) -> Tensor:
+    net.bank.push(h)
+    return h * net.table["scale"] if net.bank.is_full else h
+
+
+def by_local(net: Growing, h: Tensor) -> Tensor:
+    rows = h if net.rows is None else torch.cat([net.rows, h])
+    if rows.shape[0] > 6:
+        rows = rows[-6:] * net.table["scale"]
+    net.rows = rows.detach()
+    return h + rows.mean(0)
+
+
+def by_stack(net: Growing, h: Tensor) -> Tensor:
+    net.seen.append(h.detach().mean())
+    seen = torch.stack(net.seen)
+    return h * net.table["scale"] if seen.shape[0] > 5 else h
+
+
+@pytest.mark.parametrize("tail", [by_length, by_property, by_local, by_stack])
+def test_a_size_that_forwards_make_larger_counts(tail: Callable[[Growing, Tensor], Tensor]) -> None:
+    pipe = bp.Pipeline(Growing(tail), devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match=r"entry 'scale'"):
+        pipe.forward_backward(CALM, target=Y, loss_fn=mse_loss)
