@@ -78,14 +78,17 @@ def behind(called: Any, given: Given, results: Results) -> Iterator[Called]:
         if isinstance(called, nn.Module):
             hooks = forward_pre_hooks_of(called), forward_hooks_of(called)
             yield from ((hook, Given((called,))) for of in hooks for hook in of.values())
-            if not is_users(type(called).__module__):  # a library's code calls what is inside
-                yield from ((child, Given()) for child in children_of(called).values())
+            yield from _called_inside(called)
     elif isinstance(called, staticmethod):
         yield called.__func__, given
     elif isinstance(called, _CACHES):
         yield called.__wrapped__, given
     elif isinstance(called, types.MethodType):
-        yield called.__func__, given.behind(called.__self__)
+        owner = called.__self__
+        is_call = isinstance(owner, nn.Module) and called.__func__ is vars(nn.Module)["__call__"]
+        yield (owner, given) if is_call else (called.__func__, given.behind(owner))
+        if called.__func__.__name__ == "forward" and isinstance(owner, nn.Module):
+            yield from _called_inside(owner)
     elif isinstance(called, type):
         for name in ("__init__", "__post_init__"):
             made = attribute_in(called, name)
@@ -95,6 +98,12 @@ def behind(called: Any, given: Given, results: Results) -> Iterator[Called]:
         method = getattr(called, "__call__", None)  # noqa: B004 - of an object
         if isinstance(method, types.FunctionType | types.MethodType):
             yield method, given
+
+
+def _called_inside(module: nn.Module) -> Iterator[Called]:
+    """Yield what is inside of a library's module, whose code calls that."""
+    if not is_users(type(module).__module__):
+        yield from ((child, Given()) for child in children_of(module).values())
 
 
 def later_behind(called: Any, given: Given, results: Results) -> Iterator[Called]:

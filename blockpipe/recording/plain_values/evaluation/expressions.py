@@ -157,7 +157,7 @@ class Frame:
                     node = ast.Attribute(held, name)
         if not isinstance(node, ast.Attribute):
             return self.evaluated(node)
-        found, owner, _ = self._of_super(node)
+        found, owner, has_it = self._of_super(node)
         if found is UNKNOWN:
             found, owner = self.evaluated(node), self.evaluated(node.value)
         if isinstance(found, classmethod | types.ClassMethodDescriptorType):  # of Python, or of C
@@ -168,7 +168,7 @@ class Frame:
             found = found.__wrapped__ if own_attributes(owner).get(node.attr) is None else found
         is_method = isinstance(found, types.FunctionType) and (
             not isinstance(owner, type | types.ModuleType)
-            and node.attr not in own_attributes(owner)
+            and (has_it is not UNKNOWN or node.attr not in own_attributes(owner))
         )
         return types.MethodType(found, owner) if is_method else found
 

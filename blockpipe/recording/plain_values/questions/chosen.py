@@ -179,7 +179,10 @@ class Choices:
 
 def _members_in(call: ast.Call, frame: Frame) -> Iterator[Any]:
     """Yield the members of the containers that a call is given: ``max(zip(layers, scores))``."""
-    for part in itertools.chain.from_iterable(map(ast.walk, arguments_of(call))):
+    given = arguments_of(call)
+    names = (one for one in given if isinstance(one, ast.Name))
+    behind = (source for name in names for source in sources_of(frame.code, name.id))
+    for part in itertools.chain.from_iterable(map(ast.walk, (*given, *behind))):
         if isinstance(part, ast.Name | ast.Attribute):
             value = or_unknown(frame.evaluated, part)
             if isinstance(value, nn.Module):

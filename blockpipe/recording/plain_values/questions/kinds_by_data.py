@@ -152,6 +152,9 @@ class Kinds:
             return any(self._values.value_may_differ(one, frame) for one in given)
         if isinstance(function, type) or _is_torchs(call.func, function, frame):
             return self._any((*of_method, *given), frame)
+        if name == "getattr" and len(given) > 1 and isinstance(given[1], ast.Constant):
+            asked = ast.Attribute(given[0], str(given[1].value), ast.Load())
+            return self.may_differ(asked, frame) or self._any(given[2:], frame)
         if name == "get" and of_method and given:
             entry = ast.Subscript(of_method[0], given[0], ast.Load())
             if self.may_differ(entry, frame):

@@ -70,9 +70,14 @@ def conditions_in(node: ast.AST) -> Iterator[Condition]:
 
 
 def leaves_loop(condition: Condition) -> bool:
-    """Return whether a condition ends the loop that it is in."""
-    ends = (ast.Break, ast.Return)
-    return any(isinstance(one, ends) for one in (*condition.body, *condition.orelse))
+    """Return whether a condition ends the loop that it is in, if it is in one."""
+    returns = (isinstance(one, ast.Return) for one in (*condition.body, *condition.orelse))
+    return breaks_loop(condition) or any(returns)
+
+
+def breaks_loop(condition: Condition) -> bool:
+    """Return whether a condition has a ``break``."""
+    return any(isinstance(one, ast.Break) for one in (*condition.body, *condition.orelse))
 
 
 def _leaves(statements: Sequence[ast.stmt]) -> bool:

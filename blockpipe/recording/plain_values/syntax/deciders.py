@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 from .accesses import Access, accesses_of, branches_of, calls_of, conditions_of, sources_of
-from .branches import is_in
+from .branches import breaks_loop, is_in
 from .contents import alternatives
 from .effects import CALLS_EACH, CHANGES_GIVEN, DOES_BOTH, WRITES, arguments_of, name_called
 from .nodes import lines_of, nodes_of
@@ -31,6 +31,8 @@ def fills(code: types.CodeType, name: str) -> list[ast.expr | ast.stmt]:
         elif name_called(call) in CHANGES_GIVEN and name in (getattr(a, "id", "") for a in given):
             puts += [*given, call]
     several = own if len(own) > 1 or is_given else []
+    if several:  # how often a loop sets it, its end says
+        found += (c.test for c in conditions_of(code) if breaks_loop(c))
     for put in (*puts, *several):
         found += (c.test for c in conditions_of(code) if c.asked_for(put) is not None)
         found += (

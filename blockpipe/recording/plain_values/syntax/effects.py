@@ -99,6 +99,7 @@ CALLS_MODULES = (
 MAKES_BY_SIZE = (
     *("arange", "zeros", "ones", "empty", "full", "rand", "randn", "eye", "linspace", "randperm"),
     *("new_zeros", "new_ones", "new_empty", "new_full", "repeat", "tile", "histc", "narrow"),
+    *("expand", "split", "chunk", "tensor_split"),
     *("filter", "compress", "takewhile", "dropwhile", "filterfalse"),
 )
 """Functions that make a tensor, or a list, as long as a number or a test says."""

@@ -19,7 +19,8 @@ from ..evaluation.members import UNKNOWN
 from ..evaluation.still_frames import StillFrame
 from ..known_values import KnownValues
 from ..questions.open_questions import any_open
-from ..syntax.accesses import Access, accesses_of, conditions_of, sources_of
+from ..syntax.accesses import Access, accesses_of, conditions_of, loops_of, sources_of
+from ..syntax.branches import breaks_loop
 from ..values import SharedValue, shared_change
 from .tensor_uses import ForwardsTensors, gradient_changes
 from .used_tensors import GRADIENT, mode_of_norm, uses_of
@@ -154,6 +155,10 @@ class MissedTensors:
         given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         parts = [part for part in ast.walk(test) if isinstance(part, ast.Name)]
         names = {one.id for one in parts if not isinstance(frame.evaluated(one), Tensor)}
+        if any(map(breaks_loop, conditions_of(code))):  # the turns that did not come are others
+            looped = (part for target, _ in loops_of(code) for part in ast.walk(target))
+            if not names.isdisjoint(part.id for part in looped if isinstance(part, ast.Name)):
+                return True
         return any(len(sources_of(code, name)) + (name in given) > 1 for name in names)
 
     def shared(self, forward: ForwardsTensors) -> Iterator[SharedChange]:

@@ -28,6 +28,21 @@ class Scaled(nn.Linear):
         return super().forward(h) * self.table["scale"]
 
 
+class Inherits(Scaled):
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward(h).tanh()
+
+
+class Leaves(nn.Linear):
+    """Leaves something on itself for some data."""
+
+    found: Tensor | None
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
+        self.found = h.mean() if x.max() > 2 else None
+        return super().forward(h)
+
+
 class Scales:
     def __init__(self, net: "Net") -> None:
         self.net = net
@@ -61,6 +76,8 @@ class Net(nn.Module):
         self.calm, self.wild = nn.Linear(4, 4), Scaled(self.table)
         self.layers = nn.ModuleList([nn.Linear(4, 4), self.wild])
         self.runners = [Rests(), Runs()]
+        self.inherits, self.leaves = Inherits(self.table), Leaves(4, 4)
+        self.sequential = nn.Sequential(nn.Linear(4, 4), self.wild)
 
     def by_return(self, x: Tensor) -> nn.Module:
         if x.max() > 2:
@@ -172,6 +189,54 @@ def early_exit(net: Net, x: Tensor, h: Tensor) -> Tensor:
     return h
 
 
+def early_exit_by_index(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    at = 0
+    while at < len(net.layers):
+        h = net.layers[at](h)
+        at += 1
+        if x.max() < 2:
+            break
+    return h
+
+
+def early_exit_by_number(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    for at in range(2):
+        if at == 1:
+            h = h * net.table["scale"]
+        if x.max() < 2:
+            break
+    return h
+
+
+def by_iterator(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    layers = iter(net.layers)
+    h = next(layers)(h)
+    while x.max() > 2:
+        layer = next(layers, None)
+        if layer is None:
+            break
+        h = layer(h)
+    return h
+
+
+def inherited(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    return net.inherits(h) if x.max() > 2 else h
+
+
+def by_call_method(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    return net.wild.__call__(h) if x.max() > 2 else h
+
+
+def by_forward_of_a_sequential(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    return net.sequential.forward(h) if x.max() > 2 else h
+
+
+def by_attribute_of_a_layer(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    h = net.leaves(h, x)
+    found = getattr(net.leaves, "found", None)
+    return h if found is None else h * net.table["scale"]
+
+
 def sliced(net: Net, x: Tensor, h: Tensor) -> Tensor:
     for layer in itertools.islice(net.layers, 1 + int(x.max() > 2)):
         h = layer(h)
@@ -207,7 +272,9 @@ Y = torch.ones(8, 4)
     [
         *(in_place, by_variable, by_index, loop_over_times, loop_over_longer, loop_over_added),
         *(of_a_class, of_an_object, own_method, returned_method, by_maximum, by_sorted_pairs),
-        *(by_identity, early_exit, sliced, mapped, functional),
+        *(by_identity, early_exit, early_exit_by_index, early_exit_by_number, by_iterator, sliced),
+        *(mapped, functional, inherited, by_call_method, by_forward_of_a_sequential),
+        by_attribute_of_a_layer,
     ],
 )
 def test_what_a_method_returns_for_some_data_counts(
