@@ -32,6 +32,7 @@ from .._torch.graph import saved_tensor_hooks
 from .._torch.modes import function_mode_at, how_many_function_modes
 from .._torch.patched_functions import torchs_own
 from ..errors import CrossingError, StateError
+from .callbacks import CALLS_BACK, seen_by
 from .microbatch_run import MicrobatchRun, Reader
 from .step_context import Seal
 from .tensors.place import Reads
@@ -193,6 +194,8 @@ class CrossingMode(ForwardMode):
         if func in _ANSWERED:
             return self._answered(func, args, kwargs, modes)
         run.arrive()
+        if func in CALLS_BACK:
+            args, kwargs = seen_by(self, args, kwargs)
         reads = Reads()
         local = run.handed(func, args, kwargs, self._local) if func in _ON_ITSELF else self._local
         args = tuple(
