@@ -36,8 +36,8 @@ from ..syntax.accesses import (
     tests_of,
     turns_of,
 )
-from ..syntax.branches import is_in, leaves_loop
-from ..syntax.deciders import is_missed
+from ..syntax.branches import is_in
+from ..syntax.deciders import ends_of_loops, is_missed
 from ..syntax.later_calls import codes_called_again, codes_called_later
 from ..tensors.missed_tensors import MissedTensors
 from ..tensors.untaken_branches import UntakenBranches
@@ -294,9 +294,9 @@ class MissedBranches:
         loops = [turn for turn in branches_of(frame.code) if turn.is_loop and turn.has(node)]
         if not loops:
             return set()
-        found = set[str]()
+        found, ends = set[str](), ends_of_loops(frame.code)
         for condition in conditions_of(frame.code):
-            is_around = condition.asked_for(node) is not None or leaves_loop(condition)
+            is_around = condition.asked_for(node) is not None or condition.test in ends
             if is_around and any_open([condition.test], frame, self._known):
                 around = [one for one in loops if one.has(condition.test)]
                 parts = (part for one in around if one.target for part in ast.walk(one.target))

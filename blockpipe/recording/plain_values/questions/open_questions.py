@@ -261,12 +261,12 @@ class _Values:
             if self._kinds.is_one_of_several(node, frame):
                 return True
             sources = written_sources(frame.code, node.id)
-            if any(self._cuts_by_data(one, frame) for one in sources):
-                return True
             given = argument_of(node.id, frame)
             if given is not None and given[0] is not None:
                 sources, frame = [given[0]], given[1]
-            return any(self._joins_set(one, frame) for one in sources)
+            return any(
+                self._cuts_by_data(one, frame) or self._joins_set(one, frame) for one in sources
+            )
         finally:
             self._under_way.discard(key)
 

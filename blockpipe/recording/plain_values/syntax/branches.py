@@ -69,17 +69,6 @@ def conditions_in(node: ast.AST) -> Iterator[Condition]:
             yield Condition(one, () if is_or else rest, rest if is_or else ())
 
 
-def leaves_loop(condition: Condition) -> bool:
-    """Return whether a condition ends the loop that it is in, if it is in one."""
-    returns = (isinstance(one, ast.Return) for one in (*condition.body, *condition.orelse))
-    return breaks_loop(condition) or any(returns)
-
-
-def breaks_loop(condition: Condition) -> bool:
-    """Return whether a condition has a ``break``."""
-    return any(isinstance(one, ast.Break) for one in (*condition.body, *condition.orelse))
-
-
 def _leaves(statements: Sequence[ast.stmt]) -> bool:
     """Return whether no statement behind these runs."""
     last = statements[-1] if statements else None
@@ -112,6 +101,20 @@ class Turn:
     def handles(self, node: ast.expr) -> bool:
         """Return whether an expression is in a handler."""
         return is_in(self.handlers, node)
+
+
+def ends_loop(condition: Condition, loops: Sequence[Turn]) -> bool:
+    """Return whether a condition ends a loop that it is in, by ``break`` or ``return``.
+
+    Args:
+        condition: the condition.
+        loops: the ``for`` loops of the function.
+    """
+    statements = (*condition.body, *condition.orelse)
+    if any(isinstance(one, ast.Break) for one in statements):
+        return True
+    returns = any(isinstance(one, ast.Return) for one in statements)
+    return returns and any(loop.is_loop and loop.has(condition.test) for loop in loops)
 
 
 def turns_in(node: ast.AST) -> Iterator[Turn]:

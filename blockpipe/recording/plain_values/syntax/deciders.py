@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 from .accesses import Access, accesses_of, branches_of, calls_of, conditions_of, sources_of
-from .branches import breaks_loop, is_in
+from .branches import ends_loop, is_in
 from .contents import alternatives
 from .effects import CALLS_EACH, CHANGES_GIVEN, DOES_BOTH, WRITES, arguments_of, name_called
 from .nodes import lines_of, nodes_of
@@ -32,13 +32,20 @@ def fills(code: types.CodeType, name: str) -> list[ast.expr | ast.stmt]:
             puts += [*given, call]
     several = own if len(own) > 1 or is_given else []
     if several:  # how often a loop sets it, its end says
-        found += (c.test for c in conditions_of(code) if breaks_loop(c))
+        found += ends_of_loops(code)
     for put in (*puts, *several):
         found += (c.test for c in conditions_of(code) if c.asked_for(put) is not None)
         found += (
             by for turn in branches_of(code) if turn.is_loop and turn.has(put) for by in turn.by
         )
     return [*puts, *found]
+
+
+@functools.lru_cache(10_000)
+def ends_of_loops(code: types.CodeType) -> list[ast.expr]:
+    """Return the conditions by which a function's code leaves its loops."""
+    loops = branches_of(code)
+    return [one.test for one in conditions_of(code) if ends_loop(one, loops)]
 
 
 @functools.lru_cache(10_000)

@@ -20,7 +20,7 @@ from ..evaluation.still_frames import StillFrame
 from ..known_values import KnownValues
 from ..questions.open_questions import any_open
 from ..syntax.accesses import Access, accesses_of, conditions_of, loops_of, sources_of
-from ..syntax.branches import breaks_loop
+from ..syntax.deciders import ends_of_loops
 from ..values import SharedValue, shared_change
 from .tensor_uses import ForwardsTensors, gradient_changes
 from .used_tensors import GRADIENT, mode_of_norm, uses_of
@@ -155,7 +155,7 @@ class MissedTensors:
         given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         parts = [part for part in ast.walk(test) if isinstance(part, ast.Name)]
         names = {one.id for one in parts if not isinstance(frame.evaluated(one), Tensor)}
-        if any(map(breaks_loop, conditions_of(code))):  # the turns that did not come are others
+        if ends_of_loops(code):  # the turns that did not come are others
             looped = (part for target, _ in loops_of(code) for part in ast.walk(target))
             if not names.isdisjoint(part.id for part in looped if isinstance(part, ast.Name)):
                 return True

@@ -208,6 +208,15 @@ def early_exit_by_number(net: Net, x: Tensor, h: Tensor) -> Tensor:
     return h
 
 
+def early_return_by_number(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    for at in range(2):
+        if at:
+            h = h * net.table["scale"]
+        if x.max() < 2:
+            return h
+    return h
+
+
 def by_iterator(net: Net, x: Tensor, h: Tensor) -> Tensor:
     layers = iter(net.layers)
     h = next(layers)(h)
@@ -273,6 +282,7 @@ Y = torch.ones(8, 4)
         *(in_place, by_variable, by_index, loop_over_times, loop_over_longer, loop_over_added),
         *(of_a_class, of_an_object, own_method, returned_method, by_maximum, by_sorted_pairs),
         *(by_identity, early_exit, early_exit_by_index, early_exit_by_number, by_iterator, sliced),
+        early_return_by_number,
         *(mapped, functional, inherited, by_call_method, by_forward_of_a_sequential),
         by_attribute_of_a_layer,
     ],
