@@ -79,6 +79,7 @@ def behind(called: Any, given: Given, results: Results) -> Iterator[Called]:
             hooks = forward_pre_hooks_of(called), forward_hooks_of(called)
             yield from ((hook, Given((called,))) for of in hooks for hook in of.values())
             yield from _called_inside(called)
+            yield from _overrides(called, type(called).forward)
     elif isinstance(called, staticmethod):
         yield called.__func__, given
     elif isinstance(called, _CACHES):
@@ -98,12 +99,28 @@ def behind(called: Any, given: Given, results: Results) -> Iterator[Called]:
         method = getattr(called, "__call__", None)  # noqa: B004 - of an object
         if isinstance(method, types.FunctionType | types.MethodType):
             yield method, given
+            yield from _overrides(called, getattr(method, "__func__", method))
 
 
 def _called_inside(module: nn.Module) -> Iterator[Called]:
     """Yield what is inside of a library's module, whose code calls that."""
     if not is_users(type(module).__module__):
         yield from ((child, Given()) for child in children_of(module).values())
+
+
+def _overrides(owner: Any, function: Any) -> Iterator[Called]:
+    """Yield the methods with which a class of the user's overrides those that a library's function
+    may call: ``_ff_block`` of a layer, ``_call`` of a transform."""
+    if is_users(getattr(function, "__module__", None)):
+        return
+    kinds = type(owner).__mro__
+    theirs = {name for kind in kinds if not is_users(kind.__module__) for name in vars(kind)}
+    for kind in kinds:
+        own = vars(kind).items() if is_users(kind.__module__) else ()
+        for name, member in own:
+            is_method = isinstance(member, types.FunctionType) and not name.startswith("__")
+            if is_method and name in theirs and member is not function:
+                yield types.MethodType(member, owner), Given()
 
 
 def later_behind(called: Any, given: Given, results: Results) -> Iterator[Called]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions.transforms import Transform
 from torch.nn.functional import mse_loss
 
 import blockpipe as bp
@@ -31,6 +32,26 @@ class Scaled(nn.Linear):
 class Inherits(Scaled):
     def forward(self, h: Tensor) -> Tensor:
         return super().forward(h).tanh()
+
+
+class Overrides(nn.TransformerEncoderLayer):
+    """Its own block is called by torch's forward."""
+
+    def __init__(self, table: dict[str, float]) -> None:
+        super().__init__(4, 2, 8, 0.0, batch_first=True)
+        self.table = table
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        return super()._ff_block(x) * self.table["scale"]
+
+
+class Grows(Transform):
+    def __init__(self, table: dict[str, float]) -> None:
+        super().__init__()
+        self.table = table
+
+    def _call(self, x: Tensor) -> Tensor:
+        return x * self.table["scale"]
 
 
 class Leaves(nn.Linear):
@@ -76,6 +97,7 @@ class Net(nn.Module):
         self.calm, self.wild = nn.Linear(4, 4), Scaled(self.table)
         self.layers = nn.ModuleList([nn.Linear(4, 4), self.wild])
         self.runners = [Rests(), Runs()]
+        self.overrides, self.transform = Overrides(self.table), Grows(self.table)
         self.inherits, self.leaves = Inherits(self.table), Leaves(4, 4)
         self.sequential = nn.Sequential(nn.Linear(4, 4), self.wild)
 
@@ -240,6 +262,14 @@ def by_forward_of_a_sequential(net: Net, x: Tensor, h: Tensor) -> Tensor:
     return net.sequential.forward(h) if x.max() > 2 else h
 
 
+def overriding(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    return net.overrides(h[:, None])[:, 0] if x.max() > 2 else h
+
+
+def transformed(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    return net.transform(h) if x.max() > 2 else h
+
+
 def by_attribute_of_a_layer(net: Net, x: Tensor, h: Tensor) -> Tensor:
     h = net.leaves(h, x)
     found = getattr(net.leaves, "found", None)
@@ -284,7 +314,7 @@ Y = torch.ones(8, 4)
         *(by_identity, early_exit, early_exit_by_index, early_exit_by_number, by_iterator, sliced),
         early_return_by_number,
         *(mapped, functional, inherited, by_call_method, by_forward_of_a_sequential),
-        by_attribute_of_a_layer,
+        *(by_attribute_of_a_layer, overriding, transformed),
     ],
 )
 def test_what_a_method_returns_for_some_data_counts(
