@@ -15,7 +15,7 @@ from torch import Tensor
 from ..entries import TurningValue
 from ..reads import NamesRead, libraries_code_reads
 from .arrays import is_array
-from .evaluation.members import ALL, UNKNOWN, Names, member_of
+from .evaluation.members import ALL, UNKNOWN, ClassNames, Names, member_of
 from .known_values import KnownValues
 from .places import attribute_of, space_of
 from .values import hops_of
@@ -66,8 +66,10 @@ def traced_on(known: KnownValues, owner: Any, key: Any) -> set[int] | None:
 
 def held(owner: Any) -> Callable[[], Any]:
     """Return what gives an object, without keeping it alive where that is possible."""
-    if is_array(owner):  # with a weak reference it cannot be resized
-        return lambda: owner
+    if isinstance(owner, ClassNames):
+        owner = owner.kind
+    if is_array(owner) or isinstance(owner, Names):
+        return lambda: owner  # with a weak reference an array cannot be resized; names are ours
     try:
         return weakref.ref(owner)  # a recording holds no module
     except TypeError:  # a dictionary, a list

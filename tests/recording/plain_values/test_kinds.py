@@ -2,6 +2,7 @@
 
 import copy
 import enum
+import gc
 import random
 import types
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 import blockpipe as bp
 from blockpipe.errors import StateError
+from blockpipe.recording.plain_values.evaluation.members import Names, member_of
+from blockpipe.recording.plain_values.kinds import held
 
 from ...alike import check_trains_alike
 from ...parity import plain_step
@@ -190,3 +193,10 @@ def test_what_a_stage_in_between_completes_is_refused(what: str):
     x, y = torch.randn(8, 8), torch.randn(8, 8)
     with pytest.raises(StateError, match=r"attribute '(context|mask|repeat|more)'|a list"):
         [pipe.forward_backward(x, target=y, loss_fn=LOSS) for _ in range(3)]
+
+
+def test_the_names_of_a_module_are_held_as_long_as_they_are_asked_for() -> None:
+    """What stands for them is made for one recording: steps compared ``None`` with ``None``."""
+    place = held(Names({"scale": 2.0}))
+    gc.collect()
+    assert member_of(place(), "scale") == 2.0
