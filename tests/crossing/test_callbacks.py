@@ -101,3 +101,13 @@ def test_a_distance_reads_what_is_its_micro_batchs(
         assert_trains_as_plain(net, reference, X, Y)
     except StateError as error:  # another micro-batch came in between
         assert "belongs to micro-batch" in str(error)
+
+
+def test_an_entry_that_a_distance_of_the_loss_reads_counts() -> None:
+    net = LeavesEntry(plain)
+    loss = nn.TripletMarginWithDistanceLoss(
+        distance_function=lambda a, b: (a - b).norm(dim=1) * net.table["scale"]
+    )
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    with pytest.raises(StateError, match="scale"):
+        pipe.forward_backward(X, target=Y, loss_fn=lambda o, y: loss(o, y, y.roll(1, 0)))

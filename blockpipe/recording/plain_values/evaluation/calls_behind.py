@@ -103,9 +103,15 @@ def behind(called: Any, given: Given, results: Results) -> Iterator[Called]:
 
 
 def _called_inside(module: nn.Module) -> Iterator[Called]:
-    """Yield what is inside of a library's module, whose code calls that."""
+    """Yield what is inside of a library's module, whose code calls that: other modules, and
+    functions of the user's (``activation``, ``distance_function``)."""
     if not is_users(type(module).__module__):
         yield from ((child, Given()) for child in children_of(module).values())
+        yield from ((one, Given()) for one in vars(module).values() if _is_given_function(one))
+
+
+def _is_given_function(value: Any) -> bool:
+    return isinstance(value, types.FunctionType | types.MethodType) and is_users(value.__module__)
 
 
 def _overrides(owner: Any, function: Any) -> Iterator[Called]:

@@ -98,6 +98,9 @@ class Net(nn.Module):
         self.layers = nn.ModuleList([nn.Linear(4, 4), self.wild])
         self.runners = [Rests(), Runs()]
         self.overrides, self.transform = Overrides(self.table), Grows(self.table)
+        self.activated = nn.TransformerEncoderLayer(
+            *(4, 2, 8, 0.0), activation=lambda t: t * self.table["scale"], batch_first=True
+        )
         self.inherits, self.leaves = Inherits(self.table), Leaves(4, 4)
         self.sequential = nn.Sequential(nn.Linear(4, 4), self.wild)
 
@@ -266,6 +269,10 @@ def overriding(net: Net, x: Tensor, h: Tensor) -> Tensor:
     return net.overrides(h[:, None])[:, 0] if x.max() > 2 else h
 
 
+def activated(net: Net, x: Tensor, h: Tensor) -> Tensor:
+    return net.activated(h[:, None])[:, 0] if x.max() > 2 else h
+
+
 def transformed(net: Net, x: Tensor, h: Tensor) -> Tensor:
     return net.transform(h) if x.max() > 2 else h
 
@@ -314,7 +321,7 @@ Y = torch.ones(8, 4)
         *(by_identity, early_exit, early_exit_by_index, early_exit_by_number, by_iterator, sliced),
         early_return_by_number,
         *(mapped, functional, inherited, by_call_method, by_forward_of_a_sequential),
-        *(by_attribute_of_a_layer, overriding, transformed),
+        *(by_attribute_of_a_layer, overriding, transformed, activated),
     ],
 )
 def test_what_a_method_returns_for_some_data_counts(
