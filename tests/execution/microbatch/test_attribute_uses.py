@@ -174,7 +174,7 @@ def test_a_tensor_that_another_stage_sets_later_is_never_mixed() -> None:
         def forward(self, x: Tensor) -> Tensor:
             h = super().forward(x)
             with bp.Block(stage=1):
-                h = h + self.vector
+                h = h + self.vector.to(h.device)
                 self.vector = h.detach().mean(0)
             return h
 
