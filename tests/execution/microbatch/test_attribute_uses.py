@@ -5,6 +5,7 @@ import functools
 import itertools
 import operator
 import sys
+import types
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch.nn.functional import mse_loss
 
 import blockpipe as bp
 from blockpipe.errors import StateError
+from blockpipe.execution.microbatch import attribute_uses
 
 from ...parity import assert_same_gradients, assert_trains_as_plain, plain_step
 from ...stage_devices import assert_close, stages
@@ -163,27 +165,18 @@ def test_an_objects_attribute_that_another_stage_sets_later_is_refused(mean: Any
         _train(Net(lambda net: (net.held, net.other)[net.calls < LATE].reset(), mean()), "gpipe")
 
 
-def test_a_tensor_that_another_stage_sets_later_is_never_mixed() -> None:
-    """The error was torch's, about the truth of a tensor."""
-
-    class Feedback(Net):
-        def __init__(self) -> None:
-            super().__init__(lambda net: setattr(net, "vector", torch.ones(4)))
-            self.vector = torch.zeros(4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = super().forward(x)
-            with bp.Block(stage=1):
-                h = h + self.vector.to(h.device)
-                self.vector = h.detach().mean(0)
-            return h
-
-    net = Feedback()
-    plain = copy.deepcopy(net)
-    try:
-        assert_trains_as_plain(net, plain, X, Y)
-    except StateError as error:
-        assert "of shape (4,)" in str(error)
+def test_a_tensor_is_none_of_the_values_that_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says itself of which micro-batch it is; its truth was asked for."""
+    place = types.SimpleNamespace(set_on={1}, used_on={1}, read_on={1}, said_on=set())
+    known: Any = types.SimpleNamespace(of=lambda owner, key: place)
+    monkeypatch.setattr(attribute_uses, "current_stage", lambda: 0)
+    uses, owner = attribute_uses.AttributeUses(known), Mean()
+    for tensor in (torch.ones(4), torch.zeros(())):
+        has_set = uses.sets(owner, "value")
+        owner.value = tensor  # type: ignore[assignment]
+        assert has_set is not None
+        has_set()
+        uses.reads(owner, "value")
 
 
 def test_what_the_own_stage_or_nobody_reads_may_be_set() -> None:
