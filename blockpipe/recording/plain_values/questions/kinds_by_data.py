@@ -96,9 +96,9 @@ class Kinds:
             return False
         if self._returns_may_differ(own, Given.by(call, frame)):
             return True
-        returned = returned_by(frame_inside(own, Given()).code)
+        returned = returned_by(_code_of(own))
         is_one = len(returned) == 1 and not isinstance(returned[0], ast.IfExp | ast.BoolOp)
-        numbers = (one for one in arguments_of(call) if not _is_tensor(one, frame))
+        numbers = (one for one in arguments_of(call) if not is_tensor(one, frame))
         return not is_one and any(self._values.value_may_differ(one, frame) for one in numbers)
 
     def _may_differ(self, node: ast.AST | None, frame: Frame) -> bool:
@@ -165,14 +165,14 @@ class Kinds:
 
     def _returns_may_differ(self, function: Any, given: Given) -> bool:
         """Whether the user's function may return something of another kind."""
-        inner = frame_inside(function, given)
-        key = inner.code, given.by_identity(), id(getattr(function, "__self__", None))
+        code = _code_of(function)
+        key = code, given.by_identity(), id(getattr(function, "__self__", None))
         if key in self._found:
             return self._found[key]
         self._found[key] = False  # of itself
         self._kept += [function, given]
-        returned = returned_by(inner.code)
-        tests = () if len(returned) == 1 else tests_of(inner.code)
+        inner, returned = frame_inside(function, given), returned_by(code)
+        tests = () if len(returned) == 1 else tests_of(code)
         found = self._values.is_open(tests, inner) or self._any(returned, inner)
         self._found[key] = found
         return found
@@ -198,7 +198,14 @@ def _users(call: ast.Call, frame: Frame) -> Any:
     return users_function(call, frame)
 
 
-def _is_tensor(node: ast.expr, frame: Frame) -> bool:
+def _code_of(function: Any) -> types.CodeType:
+    """Return the code of a function, or of a method."""
+    code: types.CodeType = getattr(function, "__func__", function).__code__
+    return code
+
+
+def is_tensor(node: ast.expr, frame: Frame) -> bool:
+    """Return whether an expression is known to be a tensor."""
     return isinstance(frame.evaluated(node), Tensor)
 
 

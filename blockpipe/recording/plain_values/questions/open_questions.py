@@ -35,7 +35,7 @@ from ..syntax.effects import (
     asked_for_values,
     name_called,
 )
-from .kinds_by_data import Kinds
+from .kinds_by_data import Kinds, is_tensor
 from .set_by_forwards import is_kept, is_set, is_users_function, users_function
 from .sizes_by_data import has_size_by_data
 
@@ -93,7 +93,7 @@ class _Values:
         """Return whether any expression may have another value for another micro-batch."""
         asked, known = [*questions], self._known
         for name in asked_for_values(asked):
-            if _is_tensor(name, frame) and (not known.fake or is_kept(name, frame)):
+            if is_tensor(name, frame) and (not known.fake or is_kept(name, frame)):
                 return True
         if any(self.may_differ(node, frame) for node in asked):
             return True
@@ -356,7 +356,7 @@ def _behind(questions: Iterable[ast.AST], frame: Frame) -> Iterator[ast.AST]:
         for part in ast.walk(todo.pop()):
             if isinstance(part, ast.Name) and part.id not in seen:
                 seen.add(part.id)
-                if _is_tensor(part, frame):  # what is read of it is asked where it is read
+                if is_tensor(part, frame):  # what is read of it is asked where it is read
                     continue
                 sources = [*sources_of(frame.code, part.id), *_filled_with(part, frame)]
                 todo += sources
@@ -386,7 +386,3 @@ def _but_identity(question: ast.AST) -> Iterator[ast.AST]:
             return
         case _:
             yield question
-
-
-def _is_tensor(name: ast.Name, frame: Frame) -> bool:
-    return isinstance(frame.evaluated(name), Tensor)

@@ -16,6 +16,7 @@ from blockpipe.errors import StateError
 
 from ....parity import assert_trains_as_plain
 from ....stage_devices import stages
+from .tailed import CALM, Tailed, Y
 
 
 class Scaled(nn.Linear):
@@ -87,13 +88,11 @@ class Rests(Runs):
         return h
 
 
-class Net(nn.Module):
+class Net(Tailed):
     """The first stage sets an entry, which some layers of the second one read."""
 
     def __init__(self, tail: Callable[["Net", Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.first, self.second, self._tail = nn.Linear(4, 4), nn.Linear(4, 4), tail
-        self.table = {"scale": 1.0}
+        super().__init__(tail)
         self.calm, self.wild = nn.Linear(4, 4), Scaled(self.table)
         self.layers = nn.ModuleList([nn.Linear(4, 4), self.wild])
         self.runners = [Rests(), Runs()]
@@ -139,13 +138,6 @@ class Net(nn.Module):
 
     def kind(self, x: Tensor) -> type[Scales]:
         return Scales if x.max() > 2 else Keeps
-
-    def forward(self, x: Tensor) -> Tensor:
-        with bp.Block(stage=0):
-            h = self.first(x)
-            self.table["scale"] = self.table["scale"] * 0.9 + 0.1 * h.detach().mean().item()
-        with bp.Block(stage=1):
-            return self._tail(self, x, self.second(h))
 
 
 def in_place(net: Net, x: Tensor, h: Tensor) -> Tensor:
@@ -307,10 +299,6 @@ def of_a_class(net: Net, x: Tensor, h: Tensor) -> Tensor:
 def of_an_object(net: Net, x: Tensor, h: Tensor) -> Tensor:
     made = net.kind(x)(net)
     return made(h)
-
-
-CALM = torch.linspace(-1, 1, 32).view(8, 4)
-Y = torch.ones(8, 4)
 
 
 @pytest.mark.parametrize(

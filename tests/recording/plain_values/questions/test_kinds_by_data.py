@@ -17,6 +17,7 @@ from blockpipe.errors import StateError
 
 from ....parity import assert_trains_as_plain
 from ....stage_devices import stages
+from .tailed import CALM, Tailed, Y
 
 
 class Kind(enum.Enum):
@@ -44,13 +45,12 @@ class Masks(nn.Module):
         return None if x.max() < 2 else x > 2
 
 
-class Net(nn.Module):
+class Net(Tailed):
     """The first stage sets an entry, which the second one reads for some data."""
 
     def __init__(self, tail: Callable[["Net", Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.first, self.second, self.masks = nn.Linear(4, 4), nn.Linear(4, 4), Masks()
-        self.table, self.flags, self._tail = {"scale": 1.0}, dict[str, bool](), tail
+        super().__init__(tail)
+        self.masks, self.flags = Masks(), dict[str, bool]()
 
     def outlier(self, x: Tensor) -> float | None:
         most = x.max().item()
@@ -82,13 +82,6 @@ class Net(nn.Module):
     @property
     def part(self) -> Scaled:
         return Scaled(self.table)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with bp.Block(stage=0):
-            h = self.first(x)
-            self.table["scale"] = self.table["scale"] * 0.9 + 0.1 * h.detach().mean().item()
-        with bp.Block(stage=1):
-            return self._tail(self, x, self.second(h))
 
 
 def early(net: Net, x: Tensor, h: Tensor) -> Tensor:
@@ -298,8 +291,6 @@ def filtered(net: Net, x: Tensor, h: Tensor) -> Tensor:
     return h
 
 
-CALM = torch.linspace(-1, 1, 32).view(8, 4)
-Y = torch.ones(8, 4)
 FORMS = (
     *(early, ternary, falls_off, by_variable, by_layer, argument, keyword, called_object),
     *(named_tuple, identity, layer, isinstance_of, type_of, hasattr_of, dtype, dims),
