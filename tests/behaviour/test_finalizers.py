@@ -3,6 +3,7 @@ references, and the end of a generator or a context manager that was left open."
 
 import contextlib
 import copy
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -95,6 +96,15 @@ class Net(nn.Module):
             return self.b(h)
 
 
+@pytest.fixture(autouse=True)
+def _without_collector():
+    """What is in a cycle stays until a test collects it."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
 WAYS = [by_del, by_a_global, by_finalize, by_a_callback, by_a_generator, by_a_context]
 
 
@@ -113,6 +123,7 @@ def test_what_the_end_of_an_object_counts_is_the_plain_loops(way, is_real: bool,
         pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
         if model is net and verifies:
             pipe.verify(x, target=y, loss_fn=mse_loss)
+            gc.collect()
             assert Handle.live == 0
         for _ in range(3):
             if model is net:
@@ -120,6 +131,8 @@ def test_what_the_end_of_an_object_counts_is_the_plain_loops(way, is_real: bool,
             else:
                 loss = plain_step(plain, (x,), {}, y, mse_loss, 4)
             seen.append((float(loss), Handle.live))
+        gc.collect()
+        assert Handle.live == 1  # no object of a recording's was left for the collector
         model.held = HELD = None
         assert Handle.live == 0
     assert_close(*(torch.tensor([loss for loss, _ in part]) for part in (seen[:3], seen[3:])))

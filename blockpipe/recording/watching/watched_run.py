@@ -115,6 +115,7 @@ def run_watched(
         recorder.activations.on_saved = None  # a graph that stays keeps the hooks
         recorder.late.forget()
         recorder.abandon()
+        del values.known.libraries.before_undone  # a cycle would keep what the forward has made
     if not result.hops:
         result.hops.append(Hop(0, 0, None, "the start"))
     try:
