@@ -15,6 +15,7 @@ from typing import Any
 FOREIGN = (
     *(f"{name}." for name in ("torch", "threading", "logging", "multiprocessing", "concurrent")),
     *(f"{name}." for name in ("asyncio", "_io", "numpy", __name__.partition(".")[0])),
+    "namedtuple_",  # what the standard library writes for a class, whosever it is
 )
 """Objects of these packages are not a forward's state: locks, handlers, our own marks."""
 

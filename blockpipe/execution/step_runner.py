@@ -126,6 +126,7 @@ class StepRunner:
             self.options,
             loss_fn,
             written=state.written,
+            reached={} if state.uncovered is None else state.uncovered.found,
             mixes=not state.mode.stays,
         )
 

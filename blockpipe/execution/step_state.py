@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from .._common.callsite import users_line
+from .._common.coverage.uncovered_code import UncoveredCode
 from .._common.nested import tensors
 from ..batches.microbatch import Microbatch
 from ..crossing.carried_values import Carried, CarriedValues
@@ -86,6 +87,8 @@ class StepState:
         self._trained: LeftTrained | None = None
         has_several = not self.mode.one_by_one and request.prepared.compiled is None
         self.uses = AttributeUses(request.prepared.attributes) if has_several else None
+        coverage = request.prepared.recording.coverage if has_several else None
+        self.uncovered = None if coverage is None else UncoveredCode(coverage)
         self.late_uses = _late_uses(request.prepared) if has_several else None
         if request.prepared.recording.may_toggle and differentiable and not self.mode.one_by_one:
             schedule = request.prepared.schedule(request.schedule, len(microbatches))

@@ -6,15 +6,17 @@ Reads as the flow does: record → plan → place.
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._common.callsite import users_line, warn
+from .._common.coverage.uncovered_code import Reached
 from .._common.nested import leaves
 from .._common.text import bytes_text
 from .._common.threads.model_turns import alone_recording
@@ -33,13 +35,13 @@ from ..stages.plan import StagePlan
 from ..weights.accelerate_hooks import AccelerateHooks
 from ..weights.materialize import PendingValues
 from ..weights.placement import Fingerprint, Placement
+from .after_steps.second_looks import SecondLooks, changes_of_modes
 from .batch_norm.deferred import DeferredBatchNorm
 from .offloaded import offloaded_stages
 from .options import PipelineOptions, check_plan
 from .prepared import Prepared
 from .schedule_choice import lanes_of
 from .sealed_forwards import SealedForwards
-from .second_looks import SecondLooks, changes_of_modes
 from .shared_state import CodeKinds, check_shared_memory, check_shared_state
 from .step_sizes import StepSizes, asks_sizes, is_plain, sizes_of
 from .watched.watched_values import WatchedValues
@@ -83,8 +85,7 @@ class Preparer:
         named = named_devices(devices)
         self.given_devices = given = checked_devices(named)
         self._given_lanes = None if given is None else lanes_of(given, named or ())
-        self._values = values
-        self._number = next(_numbers)
+        self._values, self._number = values, next(_numbers)
         self.known: OrderedDict[Any, Prepared] = OrderedDict()  # the latest used is the last
         self.compiles: CompileOptions | None = None
         self._placement: Placement | None = None
@@ -360,6 +361,7 @@ class Preparer:
         loss_fn: LossFn = None,
         *,
         written: Mapping[str, Sequence[int]],
+        reached: Mapping[int, Iterable[Reached]],
         mixes: bool,
     ) -> None:
         """Record again after a step that wrote or set what it did not when it was recorded, and
@@ -368,18 +370,16 @@ class Preparer:
         Raises:
             StateError: several hops share it, or what ran sealed reads other stages' tensors.
         """
-        known, schedule = prepared.recording, options.shares_by
-
-        def record(batch: Microbatch) -> Recording:
-            return self._record(batch, options, loss_fn)
-
+        known, schedule, looks = prepared.recording, options.shares_by, self._second_looks
+        record = partial(self._record, options=options, loss_fn=loss_fn)
         changed = [*self._watched_values.step_is_over(), *changes_of_modes(self._fingerprint)]
-        self._second_looks.at_values(known, changed, batches if mixes else (), schedule, record)
+        looks.at_values(known, changed, batches if mixes else (), schedule, record)
+        looks.at_code(prepared, reached, batches, changed, schedule, record)
         if not written:
             return
         self._written |= frozenset(written)
         self._fingerprint = None  # the next step records anew; until then, this is what is known
-        self._second_looks.at_tensors(record(batches[0]), known, schedule, written)
+        looks.at_tensors(record(batches[0]), known, schedule, written)
 
     def own_storages(self, prepared: Prepared) -> int:
         """Note for the stage sanitizer whose the parameters and buffers are; return the number by

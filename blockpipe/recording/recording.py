@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .._common.callsite import remembers_caller
+from .._common.coverage.covered_code import Coverage
 from ..costs.meter import HostSync
 from ..crossing.recompute import Recomputable
 from ..errors import PlanError
@@ -135,6 +136,8 @@ class Recording:
     """The line that uses a number as no later step can foresee, in ways that steps ask no more."""
     written_late: str = ""
     """What a step has written that no recording shows, so that micro-batches run one by one."""
+    coverage: Coverage | None = field(default=None, repr=False)
+    """Of the user's code, where it was traced."""
     why_real: str | None = None
     why_elsewhere: str | None = None
     """Why it did not run on fake tensors of the devices that the stages will be on."""

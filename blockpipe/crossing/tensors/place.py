@@ -63,6 +63,10 @@ class Place:
     hop: int = -1
     stage: int = -1
 
+    def hop_from(self, stage: int) -> int:
+        """Return the hop of code for which a mark has said the stage: from there on the next."""
+        return 0 if self.hop < 0 else self.hop + (stage != self.stage)
+
     def tag(self, tensor: Tensor) -> Tag | None:
         """Return a tag for a tensor that was made here."""
         if self.listener is not None:

@@ -117,7 +117,7 @@ class MicrobatchForward:
                 # Before the first operation: code that keeps the generator's state for later
                 # (torch.utils.checkpoint) reads it before that.
                 run.arrive()
-            with not_caught(), theirs(), CrossingMode(run):
+            with not_caught(), theirs(), CrossingMode(run), self._noting_code(run):
                 output = self._prepared.model(*args, **kwargs)
             if run.hop < 0:
                 run.arrive()
@@ -134,6 +134,13 @@ class MicrobatchForward:
         self._state.whole_arguments.check(taken)
         self._state.shared_arguments.check(batch, versions)
         return result
+
+    def _noting_code(self, run: MicrobatchRun) -> AbstractContextManager[None]:
+        """Note what the user's code runs that it did not run when it was recorded."""
+        if self._state.uncovered is None:
+            return _NOTHING
+        noting = self._state.uncovered.noting
+        return noting(run.microbatch, lambda: run.place.hop_from(run.cursor.stage))
 
     @property
     def _draws_at_once(self) -> bool:

@@ -112,11 +112,15 @@ class Change:
     key: Hashable
     then: Any
 
+    def now(self) -> Any:
+        """Return the value that is there now."""
+        return dict(self.holder.now()).get(self.key, UNSET)
+
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Have a plain value of before there while entered."""
         holder, key, then = self.holder, self.key, self.then
-        now = dict(holder.now()).get(key, UNSET)
+        now = self.now()
         able = DictHolder if then is UNSET else DictHolder | SequenceHolder | SlotsHolder
         if now is UNSET or not is_plain(then) or not isinstance(holder, able):
             yield

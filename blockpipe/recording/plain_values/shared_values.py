@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import nn
 
+from ..._common.coverage.covered_code import Coverage
 from ..._common.libraries import has_users_code
 from ...restoring.holders import Holder
 from ...restoring.iterators import advances
@@ -124,7 +125,8 @@ class SharedValues:
         beside = noting, self.missed, self.untaken
         branches = MissedBranches(self.known, self.sizes, *beside, call=call, fake=fake)
         run = self.known, self._functions, self._pending, branches, hop
-        self._code = TracedCode(*run, note)
+        self.coverage = Coverage(modules.values())
+        self._code = TracedCode(*run, note, self.coverage)
         self._still: ApartRun | None = None  # code that is looked at, and does not run
 
     @contextmanager
@@ -183,6 +185,7 @@ class SharedValues:
 
     def _note_still(self, still: StillFrame, hop: int, given: object = None) -> None:
         """Note the accesses of a function that does not run."""
+        self.coverage.read.add(still.f_code)
         for accesses in accesses_of(still.f_code).values():
             still.f_lineno = accesses[0].node.lineno
             frame = Frame(still, {}, None)  # type: ignore[arg-type]

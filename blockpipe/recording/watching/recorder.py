@@ -178,9 +178,14 @@ class Recorder:
         if (innermost := self.calls.innermost) is None or innermost.path in self.users:
             self.outside.look(self.hop_here())
 
+    def look(self) -> None:
+        """Look at what code of the user's may have changed, before that is put back."""
+        self.look_outside()
+        self.changes.at_operation(self.hop_here())
+
     def hop_here(self) -> int:
         """Return the hop that the user's code is on; from a mark on it is the next one."""
-        return 0 if self.hop < 0 else self.hop + (self.cursor.stage != self.stage)
+        return self.run.place.hop_from(self.cursor.stage)
 
     # --- operations
 

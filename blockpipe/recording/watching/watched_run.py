@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -115,7 +116,6 @@ def run_watched(
         recorder.activations.on_saved = None  # a graph that stays keeps the hooks
         recorder.late.forget()
         recorder.abandon()
-        del values.known.libraries.before_undone  # a cycle would keep what the forward has made
     if not result.hops:
         result.hops.append(Hop(0, 0, None, "the start"))
     try:
@@ -149,11 +149,8 @@ def _watching_values(
     values.indices = IndexUses(request.on_index)
     values.missed.lasts = values.untaken.lasts = recorder.outlives
 
-    def look() -> None:
-        recorder.look_outside()
-        recorder.changes.at_operation(recorder.hop_here())
-
-    values.known.libraries.before_undone = look
+    itself: Any = weakref.proxy(recorder)  # a cycle would keep what the forward has made
+    values.known.libraries.before_undone = partial(Recorder.look, itself)
     return values
 
 
@@ -394,6 +391,7 @@ def _note_state(
     result.outside = recorder.outside_tensors.found()
     result.may_toggle = values.toggles or recorder.changes.toggles
     result.sets, result.changed = {**recorder.outside.sets, **values.sets}, recorder.outside.places
+    result.coverage = values.coverage if values.traces else None
     result.only_read, result.may_set = known.only_read(), dict(values.untaken.sets)
     result.switches = recorder.changes.switches
     result.collects = recorder.outside.collects or values.known.looks_up

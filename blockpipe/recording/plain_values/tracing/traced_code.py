@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ...._common.collecting_garbage import CollectingGarbage
+from ...._common.coverage.covered_code import Coverage
 from ...._common.libraries import is_users
 from ..evaluation.callers import caller_of
 from ..evaluation.expressions import Frame
@@ -31,6 +32,7 @@ class TracedCode:
         branches: notes what was not taken.
         hop: returns the hop that the forward is on.
         note: is told of the accesses of an instruction, with the frame and the hop.
+        coverage: is told of each instruction.
 
     Attributes:
         returned: the code that has returned to a frame last, and its result, by the frame's id.
@@ -45,10 +47,11 @@ class TracedCode:
         branches: MissedBranches,
         hop: Callable[[], int],
         note: Callable[[Iterable[Access], types.FrameType, int], None],
+        coverage: Coverage,
     ) -> None:
         self._known, self._functions = known, functions
         self._pending, self._branches = pending, branches
-        self._hop, self._note = hop, note
+        self._hop, self._note, self._coverage = hop, note, coverage
         self.returned: dict[int, tuple[types.CodeType, Any]] = {}
         self.checkpoints = CheckpointedFrames()
         self._codes: dict[int, tuple[types.CodeType, Any]] = {}  # kept alive
@@ -86,11 +89,13 @@ class TracedCode:
         self._hops.setdefault(id(frame), {-1: self._hop()})
         self.checkpoints.begins(frame)
         self._known.runs(code, self._hop())
+        self._coverage.begins(frame, self._hop())
         return self._ran
 
     def _ran(self, frame: types.FrameType, event: str, argument: Any) -> Any:
         self._pending.end(id(frame))
         if event == "opcode":
+            self._coverage.of(frame.f_code).runs(frame.f_lasti, self._hop())
             if accesses := self._codes[id(frame.f_code)][1].get(frame.f_lasti):
                 self._hops[id(frame)][frame.f_lasti] = hop = self._hop()
                 self._note(accesses, frame, hop)

@@ -16,20 +16,23 @@ from typing import Any, NamedTuple, NoReturn
 
 from torch import nn
 
-from .._common.callsite import users_line, warn
-from .._common.threads.model_turns import alone_recording
-from ..batches.microbatch import Microbatch
-from ..errors import BlockpipeError, StateError
-from ..recording.calls import hops_by_path
-from ..recording.plain_values.places import in_words
-from ..recording.recording import Recording
-from ..restoring.held_signals import RestoredWhole
-from ..restoring.holders import ContentHolder, DictHolder
-from ..schedules.builders import ScheduleOption
-from ..weights.placement import Fingerprint
-from .shared_state import check_changes, check_shared_state, opened_since
-from .watched.seen import UNSET, is_plain
-from .watched.watched_values import MOST_VALUES, Change
+from ..._common.callsite import users_line, warn
+from ..._common.coverage.uncovered_code import Reached
+from ..._common.threads.model_turns import alone_recording
+from ...batches.microbatch import Microbatch
+from ...errors import BlockpipeError, StateError
+from ...recording.calls import hops_by_path
+from ...recording.plain_values.places import in_words
+from ...recording.recording import Recording
+from ...restoring.held_signals import RestoredWhole
+from ...restoring.holders import ContentHolder, DictHolder
+from ...schedules.builders import ScheduleOption
+from ...weights.placement import Fingerprint
+from ..prepared import Prepared
+from ..shared_state import check_changes, check_shared_state, opened_since
+from ..watched.seen import UNSET, is_plain
+from ..watched.watched_values import MOST_VALUES, Change
+from .second_paths import SecondPaths
 
 _log = logging.getLogger(__name__)
 _MOST = 16  # recordings for values; a guess
@@ -72,7 +75,7 @@ class SecondLooks:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model, self.written_late = model, ""
+        self._model, self.written_late, self._paths = model, "", SecondPaths()
         self._left = _MOST  # below zero: nobody looks any more
         # By place: a change keeps its object alive, so that no other one gets the id.
         self._seen: dict[tuple[int, Hashable, bool], Change] = {}
@@ -128,6 +131,20 @@ class SecondLooks:
         self._ahead = []
         if self._left >= 0:
             self._note_late([self._late_value(change, latest) for change in left], latest)
+
+    def at_code(
+        self,
+        prepared: Prepared,
+        reached: Mapping[int, Iterable[Reached]],
+        batches: Sequence[Microbatch],
+        changed: Sequence[Change],
+        schedule: ScheduleOption,
+        record: Callable[[Microbatch], Recording],
+    ) -> None:
+        """Do what :meth:`SecondPaths.look` says."""
+        unsure = self._paths.look(prepared, reached, batches, changed, schedule, record)
+        if unsure and not self.written_late:
+            self.written_late = f"what nobody knows ({unsure})"
 
     def at_tensors(
         self,

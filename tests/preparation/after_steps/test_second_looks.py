@@ -3,6 +3,7 @@
 import copy
 import warnings
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,13 +14,13 @@ import blockpipe as bp
 from blockpipe.batches.microbatch import split
 from blockpipe.errors import StateError
 from blockpipe.execution.microbatch.attribute_uses import AttributeUses
-from blockpipe.preparation import second_looks
+from blockpipe.preparation.after_steps import second_looks
 from blockpipe.preparation.watched.watched_values import Change
 from blockpipe.restoring.holders import DictHolder
 
-from ..models import square
-from ..parity import assert_same_gradients, plain_step
-from ..stage_devices import assert_close, stages
+from ...models import square
+from ...parity import assert_same_gradients, plain_step
+from ...stage_devices import assert_close, stages
 
 
 class Expert(nn.Linear):
@@ -138,7 +139,7 @@ def test_nobody_looks_behind_the_end():
 
 
 def test_a_look_that_an_interrupt_ends_is_made_again(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(AttributeUses, "sets", lambda *_: None)  # else nobody looks at all
+    monkeypatch.setattr(AttributeUses, "sets", Mock())  # else nobody looks at all
     net = Mixture(*PUTS["the attribute of an expert"])
     pipe = bp.Pipeline(net, devices=stages(2), chunks=8, schedule="1f1b")
     x, y = _batch()

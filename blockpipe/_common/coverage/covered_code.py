@@ -1,0 +1,137 @@
+"""The instructions of the user's functions that recorded forwards have run, and on which hops."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from collections.abc import Iterable, Iterator, Mapping
+
+# They only move what a function has at hand, or build from it: nothing that another hop could see.
+_INSIDE = (
+    *("CACHE", "NOP", "RESUME", "EXTENDED_ARG", "PRECALL", "KW_NAMES", "PUSH_NULL", "MAKE_"),
+    *("LOAD_CONST", "LOAD_FAST", "LOAD_SMALL", "LOAD_CLOSURE", "LOAD_ASSERTION", "STORE_FAST"),
+    *("DELETE_FAST", "COPY", "SWAP", "POP_", "JUMP_", "RETURN_", "END_", "BUILD_", "NOT_TAKEN"),
+    *("TO_BOOL", "PUSH_EXC", "CHECK_EXC", "RERAISE", "WITH_EXCEPT", "CLEANUP", "IS_OP"),
+    *("UNARY_NOT", "SET_FUNCTION", "GET_AWAITABLE", "LIST_TO_TUPLE", "INSTRUMENTED"),
+)
+
+
+@functools.lru_cache(1_000)
+def effects_of(code: types.CodeType) -> Mapping[int, int]:
+    """Return the instructions that may do more than move a function's own values.
+
+    Returns:
+        By the offset of each, that of the first instruction of its line: of those that come one
+        after the other.
+    """
+    begun, found = {offset for offset, _ in dis.findlinestarts(code)}, dict[int, int]()
+    first = 0
+    for instruction in dis.get_instructions(code):
+        first = instruction.offset if instruction.offset in begun else first
+        if not instruction.opname.startswith(_INSIDE):
+            found[instruction.offset] = first
+    return found
+
+
+class CoveredCode:
+    """What forwards have run of one function.
+
+    Args:
+        code: of the function.
+
+    Attributes:
+        code: the same.
+        effects: what :func:`effects_of` returns.
+        ran: the hops and offsets of such instructions that have run.
+        begun: the hops on which it has begun, each with a module, by id, whose method it was;
+            0: it was no module's.
+    """
+
+    def __init__(self, code: types.CodeType) -> None:
+        self.code, self.effects = code, effects_of(code)
+        self.ran, self.begun = set[tuple[int, int]](), set[tuple[int, int]]()
+
+    def runs(self, offset: int, hop: int) -> None:
+        """A recorded forward runs an instruction on a hop."""
+        if offset in self.effects:
+            self.ran.add((hop, offset))
+
+    def add(self, other: CoveredCode) -> None:
+        """Take in what others have run."""
+        self.ran |= other.ran
+        self.begun |= other.begun
+
+    def open(self) -> frozenset[int]:
+        """Return the offsets of the instructions that have not run on each of its hops."""
+        hops = {hop for hop, _ in self.begun}
+        return frozenset(o for o in self.effects if not all((hop, o) in self.ran for hop in hops))
+
+    def open_lines(self) -> dict[int, int] | None:
+        """Return the lines that are open as a whole: by the offset of their first instruction the
+        first one of them that is open. ``None``: of some, a part has run."""
+        opened, lines = self.open(), dict[int, int]()
+        for offset in sorted(opened):
+            lines.setdefault(self.effects[offset], offset)
+        whole = all(offset in opened for offset, line in self.effects.items() if line in lines)
+        return lines if whole else None
+
+
+def line_of(code: types.CodeType, offset: int | None) -> str:
+    """Return the file and line of an instruction; without an offset, those of the function."""
+    number = code.co_firstlineno
+    for begin, line in dis.findlinestarts(code) if offset is not None else ():
+        if offset is not None and begin <= offset and line:
+            number = line
+    return f"{code.co_filename}:{number}"
+
+
+class Coverage:
+    """What forwards have run of all functions of the user's.
+
+    Args:
+        modules: the model's modules. Which of them a method is of counts.
+
+    Attributes:
+        version: grows with it.
+        read: the code of functions whose source was read in place of a run.
+    """
+
+    def __init__(self, modules: Iterable[object]) -> None:
+        self._modules = frozenset(map(id, modules))
+        self._of: dict[types.CodeType, CoveredCode] = {}  # what is compiled anew is equal
+        self._by_id: dict[int, CoveredCode] = {}  # to hash a code takes long
+        self.version, self.read = 0, set[types.CodeType]()
+
+    def __iter__(self) -> Iterator[CoveredCode]:
+        return iter([*self._of.values()])
+
+    def of(self, code: types.CodeType) -> CoveredCode:
+        """Return what is covered of a function, which is known from here on."""
+        if (known := self.found(code)) is None:
+            known = self._of[code] = self._by_id[id(code)] = CoveredCode(code)
+        return known
+
+    def found(self, code: types.CodeType) -> CoveredCode | None:
+        """Return what is covered of a function, if it is known."""
+        known = self._by_id.get(id(code))
+        return known if known is not None and known.code is code else self._of.get(code)
+
+    def method_of(self, frame: types.FrameType) -> int:
+        """Return the module, by id, whose method a function is; 0: no module's."""
+        names = frame.f_code.co_varnames[:1]
+        owner = id(frame.f_locals.get("self")) if names == ("self",) else 0
+        return owner if owner in self._modules else 0
+
+    def begins(self, frame: types.FrameType, hop: int) -> CoveredCode:
+        """A recorded forward begins to run a function on a hop."""
+        covered = self.of(frame.f_code)
+        covered.begun.add((hop, self.method_of(frame)))
+        return covered
+
+    def add(self, others: Iterable[CoveredCode]) -> None:
+        """Take in what other forwards have run."""
+        for covered in others:
+            self.of(covered.code).add(covered)
+        self.read |= others.read if isinstance(others, Coverage) else set()
+        self.version += 1

@@ -1,0 +1,111 @@
+"""The code of the user's that the forwards of one step reach and no recording has run there."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+from .code_events import told
+from .covered_code import Coverage, CoveredCode, line_of
+
+
+class Reached(NamedTuple):
+    """An instruction on a hop.
+
+    Attributes:
+        code: of its function.
+        hop: on which it is reached.
+        offset: of the instruction; ``None``: the function begins.
+        module: the module whose method begins, by id; 0: of none.
+    """
+
+    code: types.CodeType
+    hop: int
+    offset: int | None
+    module: int = 0
+
+    def is_in(self, coverage: Coverage) -> bool:
+        """Return whether forwards have run it."""
+        covered = coverage.found(self.code)
+        if covered is None:
+            return False
+        if self.offset is None:
+            return (self.hop, self.module) in covered.begun
+        return (self.hop, self.offset) in covered.ran
+
+    def add_to(self, coverage: Coverage) -> None:
+        """Have it count as if forwards had run it, and a function as a whole."""
+        covered = CoveredCode(self.code)
+        if self.offset is None:
+            covered.begun.add((self.hop, self.module))
+        ran = covered.effects if self.offset is None else [self.offset]
+        covered.ran.update((self.hop, offset) for offset in ran)
+        coverage.add([covered])
+
+    @property
+    def where(self) -> str:
+        """Its file and line."""
+        return line_of(self.code, self.offset)
+
+
+class UncoveredCode:
+    """What the forwards of one step reach.
+
+    Args:
+        coverage: what recordings have run.
+
+    Attributes:
+        found: what each micro-batch's forward has reached first.
+    """
+
+    def __init__(self, coverage: Coverage) -> None:
+        self._coverage = coverage
+        self.found: dict[int, dict[Reached, None]] = {}
+
+    def noting(self, microbatch: int, hop: Callable[[], int]) -> AbstractContextManager[None]:
+        """Note, while entered, what this thread's code reaches.
+
+        Args:
+            microbatch: whose forward runs.
+            hop: returns the hop that its code is on.
+        """
+        found = self.found[microbatch] = {}
+        return told(self._coverage, _Of(found, self._coverage, hop))
+
+
+class _Of:
+    """Listens for one micro-batch."""
+
+    def __init__(
+        self, found: dict[Reached, None], coverage: Coverage, hop: Callable[[], int]
+    ) -> None:
+        self._found, self._coverage, self._hop = found, coverage, hop
+
+    def begins(self, frame: types.FrameType) -> None:
+        code = frame.f_code
+        covered, hop = self._coverage.found(code), self._hop()
+        module = self._coverage.method_of(frame)
+        is_known = covered is not None and (hop, module) in covered.begun
+        if not is_known and not _ends_object(frame):
+            self._found[Reached(code, hop, None, module)] = None
+
+    def reaches(self, code: types.CodeType, offset: int) -> None:
+        covered, hop = self._coverage.found(code), self._hop()
+        if covered is not None and (hop, offset) not in covered.ran:
+            self._found[Reached(code, hop, offset)] = None
+
+
+def _ends_object(frame: types.FrameType) -> bool:
+    """Return whether a function begins that is called at the end of an object: when that comes may
+    be chance, and no recording has it, which keeps the objects of before."""
+    if frame.f_code.co_name == "__del__":
+        return True
+    around = frame.f_back
+    if around is not None and around.f_globals.get("__name__") == weakref.__name__:
+        return True
+    given = [*frame.f_locals.values()]
+    given += [one for several in given if type(several) is tuple for one in several]
+    return any(isinstance(one, weakref.ref) and one() is None for one in given)

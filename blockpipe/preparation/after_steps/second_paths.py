@@ -1,0 +1,182 @@
+"""Record a forward again after a step whose code went where no recorded forward has been.
+
+A recording reads the source of what it did not run, as far as it can. Where a step's code runs an
+instruction that no recording has run on that hop, the very micro-batch is recorded, and judged by
+what that run shows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NoReturn
+
+from ..._common.callsite import users_line, warn
+from ..._common.coverage.covered_code import Coverage
+from ..._common.coverage.uncovered_code import Reached
+from ...batches.microbatch import Microbatch
+from ...errors import StateError
+from ...recording.recording import Recording
+from ...restoring.held_signals import RestoredWhole
+from ...schedules.builders import ScheduleOption
+from ..late_backwards import check_backwards
+from ..prepared import Prepared
+from ..shared_state import check_changes, check_shared_state, opened_since
+from ..watched.watched_values import Change
+
+_log = logging.getLogger(__name__)
+_MOST = 16  # recordings for code; a guess
+_SHOWN = 3  # lines, in a warning
+_REMEDY = "give Pipeline a sample that takes this way, or use schedule='sequential'"
+
+
+class SecondPaths:
+    """The recordings that are made after steps for code that these have run."""
+
+    def __init__(self) -> None:
+        self._left = _MOST
+
+    def look(
+        self,
+        prepared: Prepared,
+        reached: Mapping[int, Iterable[Reached]],
+        batches: Sequence[Microbatch],
+        changed: Sequence[Change],
+        schedule: ScheduleOption,
+        record: Callable[[Microbatch], Recording],
+    ) -> str:
+        """Record the micro-batches of a step whose forwards have run such code.
+
+        Args:
+            prepared: what the step ran by.
+            reached: the code, by micro-batch.
+            batches: the micro-batches.
+            changed: what the step has changed.
+            schedule: by which it ran.
+            record: records one micro-batch.
+
+        Returns:
+            The lines that no recording of its micro-batch has run, and of which nobody has read
+            the source.
+
+        Raises:
+            StateError: several hops share what such code sets, reads or draws from.
+        """
+        coverage = prepared.recording.coverage
+        assert coverage is not None
+        unsure = list[Reached]()
+        for m in sorted(reached):
+            places = [one for one in reached[m] if not one.is_in(coverage)]
+            for undone in _states(changed, m, len(batches)):
+                if not places:
+                    break
+                if not self._left:
+                    _give_up(prepared, places)
+                    return ""
+                self._left -= 1
+                _log.info("recorded anew: micro-batch %d ran %s", m, _lines(places))
+                with RestoredWhole(*(change.undone() for change in undone)):
+                    found = record(batches[m])
+                if found.coverage is None:
+                    continue
+                if any(one.is_in(found.coverage) for one in places):
+                    _judge(prepared, found, places, schedule, len(batches))
+                coverage.add(found.coverage)
+                places = [one for one in places if not one.is_in(coverage)]
+            unsure += places
+        unread = _lines([one for one in unsure if not _is_read(one, coverage)])
+        if unread:
+            _doubt(unread)
+        for one in unsure:
+            one.add_to(coverage)
+        return unread
+
+
+def _doubt(lines: str) -> None:
+    warn(
+        f"the forward has run {lines}, which it did not when it was recorded, and does not when "
+        "the same micro-batch is recorded again: whether that reads what another stage sets is not "
+        "known, and this step's gradients may not be the plain loop's; from now on micro-batches "
+        f"run one by one; {_REMEDY} ({users_line()})"
+    )
+
+
+def _give_up(prepared: Prepared, places: Sequence[Reached]) -> None:
+    prepared.recording.coverage = None  # nobody looks any more
+    warn(
+        f"the forward has run {_lines(places)}, which it did not when it was recorded, as other "
+        f"code in {_MOST} micro-batches before: from now on, nobody looks whether such code reads "
+        f"what another stage sets; {_REMEDY} ({users_line()})"
+    )
+
+
+def _judge(
+    prepared: Prepared,
+    found: Recording,
+    places: Sequence[Reached],
+    schedule: ScheduleOption,
+    microbatches: int,
+) -> None:
+    """Check a forward that goes where the recorded one did not.
+
+    Raises:
+        StateError: micro-batches under way at once would not be the plain loop's.
+    """
+    known = prepared.recording
+    names = {late.what for late in known.late_backwards}
+    late = [one for one in found.late_backwards if one.what not in names]
+    try:
+        check_shared_state(found, schedule)
+        # What a first step makes before others need it, this one has made among them.
+        check_changes(() if known.settles else found.made_once)
+        check_backwards(late, prepared.schedule(schedule, microbatches))
+        if (call := opened_since(known, found)) is not None:
+            raise StateError(
+                f"by now {call.path!r} has to be looked into: {call.opened}; set the gradients to "
+                "None and repeat the step, which is recorded anew"
+            )
+    except StateError as error:
+        _refuse(places, error)
+    known.late_backwards += late
+
+
+def _refuse(places: Sequence[Reached], error: StateError) -> NoReturn:
+    raise StateError(
+        f"the forward has run {_lines(places)}, which it did not when it was recorded, and this "
+        f"step's gradients may not be the plain loop's: {error} ({users_line()})"
+    ) from None
+
+
+def _states(changed: Sequence[Change], m: int, of: int) -> Iterator[list[Change]]:
+    """Yield what to undo, so that a forward may go the way of a step's micro-batch: to what numbers
+    were then that have grown evenly, and nothing.
+
+    Args:
+        changed: what the step has changed.
+        m: the micro-batch.
+        of: their number.
+    """
+    undone = [change for each in changed if (change := _as_then(each, m, of)) is not None]
+    if undone:
+        yield undone
+    yield []
+
+
+def _as_then(change: Change, m: int, of: int) -> Change | None:
+    then, now = change.then, change.now()
+    if type(then) in (int, float) and type(now) is type(then):
+        return replace(change, then=type(then)(then + (now - then) * m / of))
+    return change if m == 0 else None
+
+
+def _is_read(place: Reached, coverage: Coverage) -> bool:
+    """Return whether the source was read of what has run: a function that was not entered, or the
+    branches that another one did not take."""
+    covered = coverage.found(place.code)
+    return place.code in coverage.read or (covered is not None and bool(covered.ran))
+
+
+def _lines(places: Sequence[Reached]) -> str:
+    lines = [*dict.fromkeys(one.where for one in places)]
+    return ", ".join(lines[:_SHOWN]) + (" and more" if len(lines) > _SHOWN else "")
