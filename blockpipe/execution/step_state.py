@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from .._common.callsite import users_line
+from .._common.coverage.code_events import IS_FREE
 from .._common.coverage.uncovered_code import UncoveredCode
 from .._common.nested import tensors
 from ..batches.microbatch import Microbatch
@@ -87,8 +88,6 @@ class StepState:
         self._trained: LeftTrained | None = None
         has_several = not self.mode.one_by_one and request.prepared.compiled is None
         self.uses = AttributeUses(request.prepared.attributes) if has_several else None
-        coverage = request.prepared.recording.coverage if has_several else None
-        self.uncovered = None if coverage is None else UncoveredCode(coverage)
         self.late_uses = _late_uses(request.prepared) if has_several else None
         if request.prepared.recording.may_toggle and differentiable and not self.mode.one_by_one:
             schedule = request.prepared.schedule(request.schedule, len(microbatches))
@@ -98,6 +97,10 @@ class StepState:
         if request.prepared.steps == 0 or is_new or recording.leaves_state:
             self.context.comparisons = Comparisons()
             self.context.carried_values = _carried_by(request.prepared)
+        self.uncovered: UncoveredCode | None = None
+        coverage = recording.coverage
+        if has_several and coverage is not None and (IS_FREE or recording.leaves_state):
+            self.uncovered = UncoveredCode(coverage)
         self.shared_arguments = SharedArguments(microbatches, are_written=recording.writes_inputs)
         self.whole_arguments = WholeArguments(
             microbatches,

@@ -18,6 +18,8 @@ from ..libraries import is_users
 from .covered_code import Coverage
 
 _monitoring: Any = getattr(sys, "monitoring", None)
+IS_FREE = _monitoring is not None
+"""Whether it slows nothing down."""
 _NAME = __name__.partition(".")[0]
 _Traced = tuple[types.CodeType, Any]
 _TOOLS = (3, 4)  # the numbers that are for none in particular
@@ -166,9 +168,9 @@ def told(coverage: Coverage, listener: CodeListener) -> Iterator[None]:
     version, local = _followed.get(coverage, (-1, {}))
     if version != coverage.version:
         version, local = _followed[coverage] = coverage.version, {}
-        if _monitoring is not None:
+        if IS_FREE:
             _monitor.watch(coverage)
-    if _monitoring is not None:
+    if IS_FREE:
         with _monitor.told(listener):
             yield
     elif sys.gettrace() is not None:

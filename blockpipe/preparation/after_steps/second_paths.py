@@ -63,8 +63,8 @@ class SecondPaths:
         Raises:
             StateError: several hops share what such code sets, reads or draws from.
         """
-        coverage = prepared.recording.coverage
-        assert coverage is not None
+        if (coverage := prepared.recording.coverage) is None:
+            return ""
         unsure = list[Reached]()
         for m in sorted(reached):
             places = [one for one in reached[m] if not one.is_in(coverage)]

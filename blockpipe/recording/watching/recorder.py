@@ -69,11 +69,10 @@ class Recorder:
         unhookable: Collection[str] = (),
     ) -> None:
         kind = MicrobatchRun if step.graphs.cut else UncutRun
-        self.step = step
+        self.step, self.activations = step, activations
         self.key = MicrobatchKey(RECORDING, 0)
         self.run = kind(step, 0, cursor, self.key, listener=self)
         self._read = self.run.reader()
-        self.activations = activations
         self.segments = Segments(result.segments, result.flows)
         self.calls = CallsUnderWay(self.run, result, self.segments, activations, unhookable)
         self.custom = AppliedFunctions(self.run, self.calls)
@@ -173,18 +172,17 @@ class Recorder:
             call.open(f"a mark inside of it moves the forward ({line()})")
 
     def look_outside(self) -> None:
-        """Look whether the user's own code has changed its own objects, where it is about to run
-        something."""
+        """Look whether the user's own code has changed its objects, before it runs something."""
         if (innermost := self.calls.innermost) is None or innermost.path in self.users:
             self.outside.look(self.hop_here())
 
     def look(self) -> None:
-        """Look at what code of the user's may have changed, before that is put back."""
+        """Look at what code may have changed, before that is put back."""
         self.look_outside()
         self.changes.at_operation(self.hop_here())
 
     def hop_here(self) -> int:
-        """Return the hop that the user's code is on; from a mark on it is the next one."""
+        """Return the hop that the user's code is on."""
         return self.run.place.hop_from(self.cursor.stage)
 
     # --- operations
