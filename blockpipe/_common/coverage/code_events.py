@@ -6,6 +6,7 @@ new to tell: it costs nothing then. Before, a tracer does, which slows all code 
 
 from __future__ import annotations
 
+import atexit
 import sys
 import threading
 import types
@@ -131,8 +132,14 @@ class _Monitor:
         _monitoring.register_callback(tool, _monitoring.events.PY_START, self._begins)
         _monitoring.register_callback(tool, _monitoring.events.INSTRUCTION, self._reaches)
         _monitoring.set_events(tool, _monitoring.events.PY_START)
+        atexit.register(self._end, tool)
         self._tool = tool
         return True
+
+    @staticmethod
+    def _end(tool: int) -> None:
+        _monitoring.set_events(tool, 0)  # what the interpreter runs at its end finds nothing of us
+        _monitoring.free_tool_id(tool)
 
     def _begins(self, code: types.CodeType, offset: int) -> Any:
         frame = sys._getframe(1)

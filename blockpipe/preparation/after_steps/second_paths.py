@@ -7,6 +7,7 @@ what that run shows.
 
 from __future__ import annotations
 
+import linecache
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -68,6 +69,7 @@ class SecondPaths:
         unsure = list[Reached]()
         for m in sorted(reached):
             places = [one for one in reached[m] if not one.is_in(coverage)]
+            unsure += filter(_has_no_source, places)
             for undone in _states(changed, m, len(batches)):
                 if not places:
                     break
@@ -173,8 +175,18 @@ def _as_then(change: Change, m: int, of: int) -> Change | None:
 def _is_read(place: Reached, coverage: Coverage) -> bool:
     """Return whether the source was read of what has run: a function that was not entered, or the
     branches that another one did not take."""
+    if _has_no_source(place):
+        return False
     covered = coverage.found(place.code)
     return place.code in coverage.read or (covered is not None and bool(covered.ran))
+
+
+def _has_no_source(place: Reached) -> bool:
+    """Return whether no recording can tell what a code reads (``exec``); the methods that Python
+    writes for a class read its own objects."""
+    code = place.code
+    is_written = code.co_name.startswith("__")
+    return not is_written and not linecache.getline(code.co_filename, code.co_firstlineno)
 
 
 def _lines(places: Sequence[Reached]) -> str:
