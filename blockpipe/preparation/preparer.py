@@ -6,7 +6,7 @@ Reads as the flow does: record → plan → place.
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .._common.callsite import users_line, warn
-from .._common.coverage.uncovered_code import Reached
+from .._common.coverage.uncovered_code import CodeReached
 from .._common.nested import leaves
 from .._common.text import bytes_text
 from .._common.threads.model_turns import alone_recording
@@ -245,7 +245,7 @@ class Preparer:
             )
 
     def _record(
-        self, batch: Microbatch, options: PipelineOptions, loss_fn: LossFn = None
+        self, batch: Microbatch, options: PipelineOptions, loss_fn: LossFn = None, **others: Any
     ) -> Recording:
         self._watched_values.look_around()
         turn, absent = alone_recording(self.model), self._hooks.absent()
@@ -253,7 +253,7 @@ class Preparer:
             planned = planned_by(self.model, self.given_plan)
             given = self.model, batch.args, batch.kwargs, planned, self.placed(), options.cuts
             recording = record_planned(
-                RecordRequest(*given, loss_fn=loss_fn, on_index=on_index),
+                RecordRequest(*given, loss_fn=loss_fn, on_index=on_index, **others),
                 intended=self.given_devices or default_devices(),
                 share=batch.share,
             )
@@ -361,7 +361,7 @@ class Preparer:
         loss_fn: LossFn = None,
         *,
         written: Mapping[str, Sequence[int]],
-        reached: Mapping[int, Iterable[Reached]],
+        reached: Mapping[int, CodeReached],
         mixes: bool,
     ) -> None:
         """Record again after a step that wrote or set what it did not when it was recorded, and
@@ -374,12 +374,11 @@ class Preparer:
         record = partial(self._record, options=options, loss_fn=loss_fn)
         changed = [*self._watched_values.step_is_over(), *changes_of_modes(self._fingerprint)]
         looks.at_values(known, changed, batches if mixes else (), schedule, record)
+        if written:
+            self._written |= frozenset(written)
+            self._fingerprint = None  # the next step records anew; until then, this is known
+            looks.at_tensors(record(batches[0]), known, schedule, written)
         looks.at_code(prepared, reached, batches, changed, schedule, record)
-        if not written:
-            return
-        self._written |= frozenset(written)
-        self._fingerprint = None  # the next step records anew; until then, this is what is known
-        looks.at_tensors(record(batches[0]), known, schedule, written)
 
     def own_storages(self, prepared: Prepared) -> int:
         """Note for the stage sanitizer whose the parameters and buffers are; return the number by

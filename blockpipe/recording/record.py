@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from .._common.checks import expected
 from .._common.hints import knows_other_names
 from .._common.threads.thread_state import as_ours
+from .._torch.modules import is_compiled
 from ..batches.microbatch import BatchPart
 from ..batches.shared_memory import map_sharing
 from ..devices.copies import carry
@@ -123,6 +124,8 @@ def record_planned(
     check_initialized(request.model)
     with closed_to_others(request.model):
         recording = _record(request, share, intended, fake=fake)
+    if any(map(is_compiled, request.model.modules())):
+        recording.coverage = None  # in steps other code runs
     if request.planned is not None:
         request.planned.check(recording)
     return recording

@@ -55,6 +55,8 @@ class RecordRequest:
         on_index: is given each value that the forward uses as an index, with the line; ``None``:
             nobody asks.
         crossed: the memory of what has crossed in the first of two runs.
+        beside: functions of the user's that a step has run, and that this forward may not come to:
+            each with its first argument and its hop. What they read and set counts.
         turned: the places that its conditions asked and that it set later, by the owner's number.
     """
 
@@ -74,6 +76,7 @@ class RecordRequest:
     states: list[ModelState] = field(default_factory=list)
     on_index: Callable[[Any, str], None] | None = None
     crossed: CrossedMemory = field(default_factory=CrossedMemory)
+    beside: Sequence[tuple[Callable[..., Any], object, int]] = ()
     turned: set[tuple[int, Any]] = field(default_factory=set)
 
 

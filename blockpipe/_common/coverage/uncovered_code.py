@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
+from torch import Tensor
+
+from ..._torch.compiler import is_compilers
 from .code_events import told
 from .covered_code import Coverage, CoveredCode, line_of
 
@@ -51,6 +54,24 @@ class Reached(NamedTuple):
         return line_of(self.code, self.offset)
 
 
+class Called(NamedTuple):
+    """A function that has begun.
+
+    Attributes:
+        function: the function, with what it closes over.
+        given: its first argument; ``None``: a tensor, or nothing.
+        hop: on which it has begun.
+    """
+
+    function: types.FunctionType
+    given: object
+    hop: int
+
+
+CodeReached = Mapping[Reached, Called | None]
+"""What a forward has reached first, with the functions that begin."""
+
+
 class UncoveredCode:
     """What the forwards of one step reach.
 
@@ -58,12 +79,12 @@ class UncoveredCode:
         coverage: what recordings have run.
 
     Attributes:
-        found: what each micro-batch's forward has reached first.
+        found: what each micro-batch's forward has reached first, with the functions that begin.
     """
 
     def __init__(self, coverage: Coverage) -> None:
         self._coverage = coverage
-        self.found: dict[int, dict[Reached, None]] = {}
+        self.found: dict[int, dict[Reached, Called | None]] = {}
 
     def noting(self, microbatch: int, hop: Callable[[], int]) -> AbstractContextManager[None]:
         """Note, while entered, what this thread's code reaches.
@@ -80,7 +101,7 @@ class _Of:
     """Listens for one micro-batch."""
 
     def __init__(
-        self, found: dict[Reached, None], coverage: Coverage, hop: Callable[[], int]
+        self, found: dict[Reached, Called | None], coverage: Coverage, hop: Callable[[], int]
     ) -> None:
         self._found, self._coverage, self._hop = found, coverage, hop
 
@@ -89,8 +110,9 @@ class _Of:
         covered, hop = self._coverage.found(code), self._hop()
         module = self._coverage.method_of(frame)
         is_known = covered is not None and (hop, module) in covered.begun
-        if not is_known and not _ends_object(frame):
-            self._found[Reached(code, hop, None, module)] = None
+        place = Reached(code, hop, None, module)
+        if not is_known and place not in self._found and not _is_by_chance(frame):
+            self._found[place] = _called(frame, hop)
 
     def reaches(self, code: types.CodeType, offset: int) -> None:
         covered, hop = self._coverage.found(code), self._hop()
@@ -98,9 +120,23 @@ class _Of:
             self._found[Reached(code, hop, offset)] = None
 
 
-def _ends_object(frame: types.FrameType) -> bool:
-    """Return whether a function begins that is called at the end of an object: when that comes may
-    be chance, and no recording has it, which keeps the objects of before."""
+def _called(frame: types.FrameType, hop: int) -> Called:
+    code, known = frame.f_code, frame.f_locals
+    cells = [types.CellType(known[n]) if n in known else types.CellType() for n in code.co_freevars]
+    function = types.FunctionType(code, frame.f_globals, code.co_name, None, tuple(cells))
+    given = known.get(code.co_varnames[0]) if code.co_argcount else None
+    return Called(function, None if isinstance(given, Tensor) else given, hop)
+
+
+def _is_by_chance(frame: types.FrameType) -> bool:
+    """Return whether a function begins that is called at the end of an object, when it may be
+    chance, and which no recording has, as that keeps the objects of before; or one that a compiler
+    has made, or looks into."""
+    around: types.FrameType | None = frame
+    while around is not None:
+        if is_compilers(around):
+            return True
+        around = around.f_back
     if frame.f_code.co_name == "__del__":
         return True
     around = frame.f_back

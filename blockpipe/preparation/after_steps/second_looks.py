@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 from torch import nn
 
 from ..._common.callsite import users_line, warn
-from ..._common.coverage.uncovered_code import Reached
+from ..._common.coverage.uncovered_code import CodeReached
 from ..._common.threads.model_turns import alone_recording
 from ...batches.microbatch import Microbatch
 from ...errors import BlockpipeError, StateError
@@ -135,11 +135,11 @@ class SecondLooks:
     def at_code(
         self,
         prepared: Prepared,
-        reached: Mapping[int, Iterable[Reached]],
+        reached: Mapping[int, CodeReached],
         batches: Sequence[Microbatch],
         changed: Sequence[Change],
         schedule: ScheduleOption,
-        record: Callable[[Microbatch], Recording],
+        record: Callable[..., Recording],
     ) -> None:
         """Do what :meth:`SecondPaths.look` says."""
         unsure = self._paths.look(prepared, reached, batches, changed, schedule, record)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import linecache
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
 from ..._common.callsite import users_line, warn
 from ..._common.coverage.covered_code import Coverage
-from ..._common.coverage.uncovered_code import Reached
+from ..._common.coverage.uncovered_code import Called, CodeReached, Reached
 from ...batches.microbatch import Microbatch
 from ...errors import StateError
 from ...recording.recording import Recording
@@ -41,11 +41,11 @@ class SecondPaths:
     def look(
         self,
         prepared: Prepared,
-        reached: Mapping[int, Iterable[Reached]],
+        reached: Mapping[int, CodeReached],
         batches: Sequence[Microbatch],
         changed: Sequence[Change],
         schedule: ScheduleOption,
-        record: Callable[[Microbatch], Recording],
+        record: Callable[..., Recording],
     ) -> str:
         """Record the micro-batches of a step whose forwards have run such code.
 
@@ -55,7 +55,7 @@ class SecondPaths:
             batches: the micro-batches.
             changed: what the step has changed.
             schedule: by which it ran.
-            record: records one micro-batch.
+            record: records one micro-batch, and functions ``beside`` it.
 
         Returns:
             The lines that no recording of its micro-batch has run, and of which nobody has read
@@ -70,7 +70,7 @@ class SecondPaths:
         for m in sorted(reached):
             places = [one for one in reached[m] if not one.is_in(coverage)]
             unsure += filter(_has_no_source, places)
-            for undone in _states(changed, m, len(batches)):
+            for undone, beside in _ways(changed, m, len(batches), reached[m]):
                 if not places:
                     break
                 if not self._left:
@@ -79,12 +79,10 @@ class SecondPaths:
                 self._left -= 1
                 _log.info("recorded anew: micro-batch %d ran %s", m, _lines(places))
                 with RestoredWhole(*(change.undone() for change in undone)):
-                    found = record(batches[m])
-                if found.coverage is None:
-                    continue
-                if any(one.is_in(found.coverage) for one in places):
+                    found = record(batches[m], beside=beside)
+                if found.coverage is not None:
                     _judge(prepared, found, places, schedule, len(batches))
-                coverage.add(found.coverage)
+                    coverage.add(found.coverage)
                 places = [one for one in places if not one.is_in(coverage)]
             unsure += places
         unread = _lines([one for one in unsure if not _is_read(one, coverage)])
@@ -150,19 +148,24 @@ def _refuse(places: Sequence[Reached], error: StateError) -> NoReturn:
     ) from None
 
 
-def _states(changed: Sequence[Change], m: int, of: int) -> Iterator[list[Change]]:
-    """Yield what to undo, so that a forward may go the way of a step's micro-batch: to what numbers
-    were then that have grown evenly, and nothing.
+def _ways(
+    changed: Sequence[Change], m: int, of: int, reached: CodeReached
+) -> Iterator[tuple[list[Change], list[Called]]]:
+    """Yield what to undo, so that a forward may go the way of a step's micro-batch, and functions
+    to look at if it does not.
 
     Args:
         changed: what the step has changed.
         m: the micro-batch.
         of: their number.
+        reached: the code that its forward has reached.
     """
+    # Numbers that have grown evenly are what they were then.
     undone = [change for each in changed if (change := _as_then(each, m, of)) is not None]
-    if undone:
-        yield undone
-    yield []
+    yield undone, []
+    begun = [called for called in reached.values() if called is not None]
+    if undone or begun:
+        yield [], begun
 
 
 def _as_then(change: Change, m: int, of: int) -> Change | None:

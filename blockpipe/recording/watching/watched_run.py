@@ -280,8 +280,8 @@ def _note_code_beside(request: RecordRequest, recorder: Recorder, values: Shared
     """Write down what the code that autograd calls sets and reads in the backwards of hops, that
     of the user's operators, and that of the loss on the last one."""
     operators = [*recorder.backward_code.operators.values()]
-    for body, hop in operators:
-        values.runs_beside(body, None, hop, lasts=True)
+    for body, given, hop in (*((body, None, hop) for body, hop in operators), *request.beside):
+        values.runs_beside(body, given, hop, lasts=True)
     if not values.traces:
         recorder.result.changes_unseen = may_set_by(body for body, _ in operators)
     if recorder.step.graphs.differentiable:
