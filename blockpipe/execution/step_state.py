@@ -98,9 +98,8 @@ class StepState:
             self.context.comparisons = Comparisons()
             self.context.carried_values = _carried_by(request.prepared)
         self.uncovered: UncoveredCode | None = None
-        coverage = recording.coverage
-        if has_several and coverage is not None and (IS_FREE or recording.leaves_state):
-            self.uncovered = UncoveredCode(coverage)
+        if has_several and recording.way is not None and (IS_FREE or recording.leaves_state):
+            self.uncovered = UncoveredCode(recording.way.coverage)
         self.shared_arguments = SharedArguments(microbatches, are_written=recording.writes_inputs)
         self.whole_arguments = WholeArguments(
             microbatches,

@@ -103,7 +103,9 @@ def record(
         args = (args,)
     planned = planned_by(model, plan)
     request = RecordRequest(model, tuple(args), dict(kwargs or {}), planned, devices, cut)
-    return record_planned(request, fake=fake, intended=intended)
+    recording = record_planned(request, fake=fake, intended=intended)
+    recording.way = None  # which holds the model's objects
+    return recording
 
 
 def record_planned(
@@ -125,7 +127,7 @@ def record_planned(
     with closed_to_others(request.model):
         recording = _record(request, share, intended, fake=fake)
     if any(map(is_compiled, request.model.modules())):
-        recording.coverage = None  # in steps other code runs
+        recording.way = None  # in steps other code runs
     if request.planned is not None:
         request.planned.check(recording)
     return recording

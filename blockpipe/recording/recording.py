@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .._common.callsite import remembers_caller
-from .._common.coverage.covered_code import Coverage
 from ..costs.meter import HostSync
 from ..crossing.recompute import Recomputable
 from ..errors import PlanError
@@ -36,6 +35,7 @@ from .entries import (
 
 if TYPE_CHECKING:
     from ..reports.summary.summary import Summary
+    from .plain_values.missed.other_ways import Way
 
 
 @dataclass
@@ -136,11 +136,15 @@ class Recording:
     """The line that uses a number as no later step can foresee, in ways that steps ask no more."""
     written_late: str = ""
     """What a step has written that no recording shows, so that micro-batches run one by one."""
-    coverage: Coverage | None = field(default=None, repr=False)
-    """Of the user's code, where it was traced."""
+    way: Way | None = field(default=None, repr=False, compare=False)
+    """Where it has gone, for steps that go elsewhere: it holds the objects, and is not for others;
+    ``None``: nobody has traced it."""
     why_real: str | None = None
     why_elsewhere: str | None = None
     """Why it did not run on fake tensors of the devices that the stages will be on."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"way": None}
 
     def __repr__(self) -> str:
         elements = sum(held.elements for held in self.parameters)

@@ -47,10 +47,10 @@ def looked_at_twice(run: Callable[[bool], Recording], crossed: CrossedMemory) ->
     certain = {late.what: late for late in first.late_backwards if not late.settles}
     others = (late for late in second.late_backwards if late.settles or late.what not in certain)
     first.late_backwards = [*certain.values(), *others]
-    if first.coverage is None:
-        first.coverage = second.coverage
-    elif second.coverage is not None:
-        first.coverage.add(second.coverage)
+    if first.way is None:
+        first.way = second.way
+    elif second.way is not None:
+        first.way.add(second.way)
     known = {change.what for change in first.shared_changes}
     first.shared_changes = before + [c for c in second.shared_changes if c.what not in known]
     return first

@@ -33,6 +33,7 @@ from ..shared_state import check_changes, check_shared_state, opened_since
 from ..watched.seen import UNSET, is_plain
 from ..watched.watched_values import MOST_VALUES, Change
 from .second_paths import SecondPaths
+from .ways import check_ways
 
 _log = logging.getLogger(__name__)
 _MOST = 16  # recordings for values; a guess
@@ -115,7 +116,7 @@ class SecondLooks:
             # If an interrupt ends it, the next step looks again.
             found = self._recorded(batch, record)
             try:
-                check_shared_state(found, schedule)
+                check_ways(known, found, schedule)
                 # What a first step makes before others need it, this one has made among them.
                 check_changes(() if known.settles else found.made_once)
             except StateError as error:

@@ -23,8 +23,9 @@ from ...restoring.held_signals import RestoredWhole
 from ...schedules.builders import ScheduleOption
 from ..late_backwards import check_backwards
 from ..prepared import Prepared
-from ..shared_state import check_changes, check_shared_state, opened_since
+from ..shared_state import check_changes, opened_since
 from ..watched.watched_values import Change
+from .ways import check_ways
 
 _log = logging.getLogger(__name__)
 _MOST = 16  # recordings for code; a guess
@@ -64,8 +65,9 @@ class SecondPaths:
         Raises:
             StateError: several hops share what such code sets, reads or draws from.
         """
-        if (coverage := prepared.recording.coverage) is None:
+        if (way := prepared.recording.way) is None:
             return ""
+        coverage = way.coverage
         unsure = list[Reached]()
         for m in sorted(reached):
             places = [one for one in reached[m] if not one.is_in(coverage)]
@@ -80,9 +82,9 @@ class SecondPaths:
                 _log.info("recorded anew: micro-batch %d ran %s", m, _lines(places))
                 with RestoredWhole(*(change.undone() for change in undone)):
                     found = record(batches[m], beside=beside)
-                if found.coverage is not None:
+                if found.way is not None:
                     _judge(prepared, found, places, schedule, len(batches))
-                    coverage.add(found.coverage)
+                    coverage.add(found.way.coverage)
                 places = [one for one in places if not one.is_in(coverage)]
             unsure += places
         unread = _lines([one for one in unsure if not _is_read(one, coverage)])
@@ -103,7 +105,7 @@ def _doubt(lines: str) -> None:
 
 
 def _give_up(prepared: Prepared, places: Sequence[Reached]) -> None:
-    prepared.recording.coverage = None  # nobody looks any more
+    prepared.recording.way = None  # nobody looks any more
     warn(
         f"the forward has run {_lines(places)}, which it did not when it was recorded, as other "
         f"code in {_MOST} micro-batches before: from now on, nobody looks whether such code reads "
@@ -127,7 +129,7 @@ def _judge(
     names = {late.what for late in known.late_backwards}
     late = [one for one in found.late_backwards if one.what not in names]
     try:
-        check_shared_state(found, schedule)
+        check_ways(known, found, schedule)
         # What a first step makes before others need it, this one has made among them.
         check_changes(() if known.settles else found.made_once)
         check_backwards(late, prepared.schedule(schedule, microbatches))

@@ -58,6 +58,9 @@ class KnownValues:
         variables: the context variables among them by id, each with its first value.
         set_in_new: the names of what the forward has set in objects that it has made itself.
         paths: the path of each module, by its id.
+        values: the values by place.
+        of_other_sizes: those that only a micro-batch of another size leads to.
+        ignored: the containers of which nothing is told, by id.
     """
 
     def __init__(self, paths: Mapping[int, str], libraries: LibraryReads, *, fake: bool) -> None:
@@ -65,24 +68,24 @@ class KnownValues:
         self._set_by_run = set[int]()  # of these, those that code has set which ran
         self.is_run = True  # whether notes are of such code, and not of what others might do
         self.paths, self.libraries, self.fake = paths, libraries, fake
-        self._values: dict[_Where, SharedValue] = {}
-        self._of_other_sizes: dict[_Where, SharedValue] = {}
+        self.values: dict[_Where, SharedValue] = {}
+        self.of_other_sizes: dict[_Where, SharedValue] = {}
         self.is_of_other_sizes = False  # whether notes are what other sizes lead to
-        self._ignored, self.set_in_new = dict[int, Any](), set[str]()  # the former by id
+        self.ignored, self.set_in_new = dict[int, Any](), set[str]()  # the former by id
         self._forwards: dict[int, SharedValue] = {}  # by the id of their code
-        self.asked = AskedPlaces(self._values)  # by conditions
+        self.asked = AskedPlaces(self.values)  # by conditions
         self._of_loss: list[SharedValue] = []
         self._is_unsure = False  # whether code beside the forward may read one of these
 
     def ignore(self, owners: Iterable[Any]) -> None:
         """Tell nothing of some containers: the tables of modes, which collect what these see."""
-        self._ignored.update((id(owner), owner) for owner in owners)
+        self.ignored.update((id(owner), owner) for owner in owners)
 
     def at(self, owner: Any, key: Any) -> SharedValue:
         """Return the value at a place, which is known from here on."""
-        where, values = (space_of(owner), key), self._values
+        where, values = (space_of(owner), key), self.values
         if self.is_of_other_sizes:
-            values = self._of_other_sizes
+            values = self.of_other_sizes
         if where not in values:
             values[where] = new = SharedValue(owner, key)
             if (read := values.get((space_of(BY_NAME), key))) is not None:
@@ -101,17 +104,17 @@ class KnownValues:
     @contextmanager
     def beside_loss(self) -> Iterator[None]:
         """Note, while entered, what the loss reads."""
-        with read_meanwhile(self._values) as self._of_loss:
+        with read_meanwhile(self.values) as self._of_loss:
             yield
 
     def read_by_loss(self) -> dict[str, int | None]:
         """Return what the forward sets and the loss reads, in words, with the ids of its owners."""
-        values = (v for v in self._of_loss if any(k.set_on for k in (v, *self._of_all(v))))
+        values = (v for v in self._of_loss if any(k.set_on for k in (v, *self.of_all(v))))
         return {f"{self._named(v)} ({v.first_read})": space_of(v.owner) for v in values}
 
     def turns(self, owner: Any, key: Any) -> bool:
         """Return whether the value at a place may be set to another one for another size."""
-        known = self._of_other_sizes.get((space_of(owner), key))
+        known = self.of_other_sizes.get((space_of(owner), key))
         return known is not None and bool(known.set_on)
 
     def may_set(self, owner: Any, key: Any) -> bool:
@@ -121,7 +124,7 @@ class KnownValues:
 
     def found_at(self, owner: Any, key: Any) -> SharedValue | None:
         """Return the value at a place, if it is known."""
-        return self._values.get((space_of(owner), key))
+        return self.values.get((space_of(owner), key))
 
     def owners_by_name(self, name: str | None) -> list[Any]:
         """Return the objects that a read of a name may be about: all that are known to have it, and
@@ -130,7 +133,7 @@ class KnownValues:
             return []
         is_new = name in self.set_in_new and not self.is_of_other_sizes
         self._is_unsure = self._is_unsure or is_new
-        known = (v.owner for v in self._values.values() if v.key == name)
+        known = (v.owner for v in self.values.values() if v.key == name)
         return [BY_NAME, *(owner for owner in known if owner is not BY_NAME)]
 
     def is_set_by_name(self, name: str | None, hop: int, line: str) -> None:
@@ -179,11 +182,11 @@ class KnownValues:
             hops: on which that was seen.
             where: the line at which it was seen first.
         """
-        known = self._values.get((space_of(owner), ALL if key is None else key))
+        known = self.values.get((space_of(owner), ALL if key is None else key))
         has_entries = not isinstance(owner, nn.Module) or isinstance(owner, _HOLD_ANY)
         if known is None and has_entries:  # one that only other code has named
-            known = self._values.get((space_of(owner), ALL))
-        is_read = (space_of(BY_NAME), key) in self._values or any(
+            known = self.values.get((space_of(owner), ALL))
+        is_read = (space_of(BY_NAME), key) in self.values or any(
             self.libraries.asked_for(owner, key)
         )
         known = self.at(owner, key) if known is None and is_read else known
@@ -203,7 +206,7 @@ class KnownValues:
         """
         return {
             space_of(known.owner): f"{self._named(known)} ({known.first_write})"
-            for known in self._values.values()
+            for known in self.values.values()
             if known.set_on
             and (isinstance(known.owner, Names | type) or space_of(known.owner) in first)
         }
@@ -228,9 +231,9 @@ class KnownValues:
                 known.read_on |= {*range(len(hops))}
                 known.first_read = known.first_read or known.first_write
 
-    def _needed_on(self, held: Mapping[int, TensorInfo]) -> None:
+    def needed_on(self, held: Mapping[int, TensorInfo]) -> None:
         """An operation asks each parameter that it reads whether it needs a gradient."""
-        for known in self._values.values():
+        for known in self.values.values():
             info = held.get(id(known.owner)) if known.key == NEEDS_GRADIENT else None
             if known.set_on and info is not None and info.hops:
                 known.read_on |= set(info.hops)
@@ -248,73 +251,49 @@ class KnownValues:
         """
         if len(result.hops) < 2:
             return
-        self._values.update([*read_inside(self._values)])
-        self.libraries.note(self._values.values(), result.calls)
-        self._needed_on(held)
+        self.values.update([*read_inside(self.values)])
+        self.libraries.note(self.values.values(), result.calls)
+        self.needed_on(held)
         self._run_on(result.hops)
-        note_begun(self._values, self._of_all)
+        note_begun(self.values, self.of_all)
         for known, _, _ in self.each():
-            change = self._read_elsewhere(known, reads, result) or self._lost(known, result)
-            if change is not None:
+            if (change := self.change_of(known, reads, result)) is not None:
                 yield change
+
+    def joined(self, others: Mapping[_Where, SharedValue]) -> KnownValues:
+        """Return these values with others, by place, of the same places too."""
+        both = KnownValues(self.paths, self.libraries, fake=self.fake)
+        both.values = {**self.values, **others}
+        for where in self.values.keys() & others.keys():
+            both.values[where] = self.values[where].joined(others[where])
+        return both
+
+    def change_of(
+        self, known: SharedValue, reads: NamesRead, result: Recording
+    ) -> SharedChange | None:
+        """Return the change of a value that hops share, as :meth:`found` does."""
+        return self._read_elsewhere(known, reads, result) or self._lost(known, result)
 
     def each(self) -> Iterator[tuple[SharedValue, list[SharedValue], str]]:
         """Yield the values, each with those that overlap with it, and its name."""
-        listed = (v for v in self._values.values() if id(v.owner) not in self._ignored)
-        yield from ((known, self._of_all(known), self._named(known)) for known in listed)
+        listed = (v for v in self.values.values() if id(v.owner) not in self.ignored)
+        yield from ((known, self.of_all(known), self._named(known)) for known in listed)
 
     def only_read(self) -> dict[tuple[int, Any], list[int]]:
         """Return the places that the forward reads, on which hops, and that none of its code sets,
         nor the content that they are in: ids with keys, of a content ``None``."""
         return {
             (space_of(known.owner), None if known.key is ALL else known.key): hops_of(known.read_on)
-            for known in self._values.values()
+            for known in self.values.values()
             if known.read_on
             and not any(k.is_changed for k in (known, self.found_at(known.owner, ALL)) if k)
         }
-
-    def note_by_size(
-        self, reads: NamesRead, result: Recording, held: Mapping[int, TensorInfo]
-    ) -> None:
-        """Write down whether one hop sets a value and another one reads it if micro-batches of
-        other sizes come. Tensors are left out: they are checked when they are read.
-
-        Args:
-            reads: what the user's code reads.
-            result: with its hops and calls.
-            held: the parameters and buffers by id, with the hops that read them.
-        """
-        if len(result.hops) < 2 or not self._of_other_sizes:
-            return
-        both = KnownValues(self.paths, self.libraries, fake=self.fake)
-        both._values = {**self._values, **self._of_other_sizes}
-        for where in self._values.keys() & self._of_other_sizes.keys():
-            both._values[where] = self._values[where].joined(self._of_other_sizes[where])
-        self.libraries.note(both._values.values(), result.calls)
-        both._needed_on(held)
-        for where in self._of_other_sizes:
-            known = both._values[where]
-            for one in (known, *both._of_all(known)):
-                held_there = one.owner if one.key is ALL else member_of(one.owner, one.key)
-                if id(one.owner) in self._ignored or has_tensors(held_there):
-                    continue
-                change = both._read_elsewhere(one, reads, result) or both._lost(one, result)
-                if change is not None:
-                    if self.turns(one.owner, one.key) and both._is_same(one):
-                        result.settles = True
-                    else:
-                        result.turns_by_size = result.turns_by_size or change.where
-
-    def _is_same(self, known: SharedValue) -> bool:
-        """Whether the one line that sets a value sets the same for each micro-batch of a size."""
-        is_apart = known.key is not ALL and not self._of_all(known)
-        return is_apart and known.is_constant and len(known.lines) == 1
 
     def _read_elsewhere(
         self, known: SharedValue, reads: NamesRead, result: Recording
     ) -> SharedChange | None:
         """The change of a value that others read."""
-        others = self._of_all(known)
+        others = self.of_all(known)
         read_on = known.read_on.union(*(other.read_on for other in others))
         again = {back(hop) for hop in known.set_again_on if known.is_carried}
         seen = known.set_on | again | read_on
@@ -364,7 +343,7 @@ class KnownValues:
 
     def _tells_itself(self, known: SharedValue, read_on: set[int], result: Recording) -> bool:
         """Whether, in a forward, its tensors say themselves which micro-batch they are of."""
-        if not has_tensors(self.value_of(known)) or known.comes_late(self._of_all(known)):
+        if not has_tensors(self.value_of(known)) or known.comes_late(self.of_all(known)):
             return False
         return known.tells_itself(read_on, result.stage_of)
 
@@ -376,7 +355,7 @@ class KnownValues:
     def _lost(self, known: SharedValue, result: Recording) -> SharedChange | None:
         """The change of a value that several stages update, if one may lose another's update; or
         several hops of one stage, if the order of updates counts."""
-        updates = [k for k in (known, *self._of_all(known)) if k.lost_on & known.set_on]
+        updates = [k for k in (known, *self.of_all(known)) if k.lost_on & known.set_on]
         stages = {result.stage_of(hop) for hop in hops_of(known.set_on)}
         if len(stages) < 2 and len(known.set_on & known.ordered_on) > 1:
             where, name = known.first_write, self._named(known)
@@ -403,7 +382,7 @@ class KnownValues:
         of the same keys, or each one its own. Or it may read an object that the forward has made,
         and that the next forward may find."""
         return self._is_unsure or any(
-            known.key is BY_ARGUMENT and known.read_on for known in self._values.values()
+            known.key is BY_ARGUMENT and known.read_on for known in self.values.values()
         )
 
     def carried(self, reads: NamesRead) -> Iterator[CarriedValue]:
@@ -412,7 +391,7 @@ class KnownValues:
         Args:
             reads: what the user's code reads.
         """
-        for known in self._values.values():
+        for known in self.values.values():
             is_read = known.read_on and not self._is_unread(known, reads)
             if known.is_carried and known.set_on and is_read:
                 place = known.held_by or (known.owner, None if known.key is ALL else known.key)
@@ -423,22 +402,22 @@ class KnownValues:
     def sets_by_call(self) -> Iterator[tuple[str, Call | None, str]]:
         """Yield the values that are set, each with a call that sets it, and the line. Of a module's
         attribute a tensor in it is left out."""
-        for known in self._values.values():
+        for known in self.values.values():
             is_kept = isinstance(known.owner, nn.Module) and not known.is_bare
-            if id(known.owner) not in self._ignored and not is_kept:
+            if id(known.owner) not in self.ignored and not is_kept:
                 yield from ((self._named(known), call, line) for call, line in known.set_in)
 
     def reads_by_call(self) -> Iterator[tuple[str, Call | None, str]]:
         """Yield the values that one forward leaves for the next one, as :meth:`sets_by_call`."""
-        for known in self._values.values():
-            if known.is_carried and known.set_in and id(known.owner) not in self._ignored:
+        for known in self.values.values():
+            if known.is_carried and known.set_in and id(known.owner) not in self.ignored:
                 yield from ((self._named(known), *read) for read in known.read_in.values())
 
-    def _of_all(self, known: SharedValue) -> list[SharedValue]:
+    def of_all(self, known: SharedValue) -> list[SharedValue]:
         """Return the values that overlap: a container's entries for its whole content, or the
         reverse. What sets any of a module's variables leaves alone those that it defines."""
         if known.key is ALL:
-            number, listed = space_of(known.owner), self._values.items()
+            number, listed = space_of(known.owner), self.values.items()
             found = [v for (space, _), v in listed if space == number and v is not known]
             if not isinstance(known.owner, Names | type):
                 return found

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,9 @@ from ...restoring.holders import Holder
 from ...restoring.iterators import advances
 from ...restoring.model_state import names_in
 from ..calls import Call
+from ..entries import GeneratorUse
 from ..library_reads import LibraryReads
+from ..reads import NamesRead
 from .arrays import of_whole_arrays
 from .drawn_numbers import DrawnNumbers, draws_from
 from .evaluation.by_call import asked_by_call, set_by_call, set_by_method
@@ -39,6 +41,7 @@ from .evaluation.still_frames import StillFrame
 from .known_values import KnownValues
 from .lost_updates import read_how
 from .missed.missed_branches import MissedBranches, Noting
+from .missed.other_ways import Way, lasting_in
 from .not_put_back import ClassesKept, Effect, asks_cache, effect_of, found_among
 from .places import (
     entry_asked,
@@ -419,10 +422,20 @@ class SharedValues:
         return [] if self._still is not None else [self._call()]
 
     @property
+    def outlasting(self) -> frozenset[int]:
+        """The objects, by id, that were there before the forward, and variables of functions."""
+        cells = {id(c) for fs in self._functions.values() for f in fs for c in f.__closure__ or ()}
+        return self.lasting.first | cells
+
+    def way(self, reads: NamesRead, generators: Mapping[int, GeneratorUse]) -> Way | None:
+        """Return where the forward has gone, if it was traced."""
+        lasting = lasting_in(self.known, self.outlasting)
+        return Way(self.coverage, lasting, reads, generators) if self.traces else None
+
+    @property
     def sets(self) -> dict[int, str]:
         """The objects that were there before and that traced code sets: by id, in words."""
-        cells = {id(c) for fs in self._functions.values() for f in fs for c in f.__closure__ or ()}
-        return self.known.sets(self.lasting.first | cells)
+        return self.known.sets(self.outlasting)
 
     def check(self) -> None:
         """Raise an error if a recording cannot put back what the forward does, or cannot see it."""

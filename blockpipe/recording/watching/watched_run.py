@@ -33,6 +33,7 @@ from ..outside.outside_state import OutsideState
 from ..plain_values.begun_anew import set_beside
 from ..plain_values.evaluation.index_uses import IndexUses
 from ..plain_values.kinds import traced_on, turning_values
+from ..plain_values.missed.other_ways import note_by_size
 from ..plain_values.shared_values import SharedValues
 from ..plain_values.still_code import hooks_in, may_set_by
 from ..plain_values.taken_in import made_in, made_since
@@ -382,7 +383,8 @@ def _note_state(
         *recorder.backward_code.read_by_libraries(model, result),
     ]
     result.changes_unseen |= known.asked.turn_later()
-    known.note_by_size(reads, result, recorder.held)
+    note_by_size(known, reads, result, recorder.held)
+    result.way = values.way(reads, recorder.draws.generators)
     recorder.sets, recorder.carries = [*known.sets_by_call()], [*known.reads_by_call()]
     result.carried = list(values.known.carried(reads))
     result.turning = [*turning_values(known, reads, values.lasting.first)]
@@ -391,7 +393,6 @@ def _note_state(
     result.outside = recorder.outside_tensors.found()
     result.may_toggle = values.toggles or recorder.changes.toggles
     result.sets, result.changed = {**recorder.outside.sets, **values.sets}, recorder.outside.places
-    result.coverage = values.coverage if values.traces else None
     result.only_read, result.may_set = known.only_read(), dict(values.untaken.sets)
     result.switches = recorder.changes.switches
     result.collects = recorder.outside.collects or values.known.looks_up

@@ -1,0 +1,122 @@
+"""What stages share if forwards go other ways than the recorded one: with other sizes, or where two
+recorded ones have gone apart, and micro-batches of one step go both ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ...._common.coverage.covered_code import Coverage
+from ...entries import GeneratorUse, SharedChange, TensorInfo
+from ...reads import NamesRead
+from ...recording import Recording
+from ..evaluation.members import ALL, Names, member_of
+from ..known_values import KnownValues
+from ..places import has_tensors, space_of
+from ..values import SharedValue
+
+
+def note_by_size(
+    known: KnownValues, reads: NamesRead, result: Recording, held: Mapping[int, TensorInfo]
+) -> None:
+    """Write down whether one hop sets a value and another one reads it if micro-batches of other
+    sizes come. Tensors are left out: they are checked when they are read.
+
+    Args:
+        known: the values of a forward.
+        reads: what the user's code reads.
+        result: with its hops and calls.
+        held: the parameters and buffers by id, with the hops that read them.
+    """
+    if len(result.hops) < 2 or not known.of_other_sizes:
+        return
+    both = known.joined(known.of_other_sizes)
+    known.libraries.note(both.values.values(), result.calls)
+    both.needed_on(held)
+    for where in known.of_other_sizes:
+        value = both.values[where]
+        for one in (value, *both.of_all(value)):
+            held_there = one.owner if one.key is ALL else member_of(one.owner, one.key)
+            if id(one.owner) in known.ignored or has_tensors(held_there):
+                continue
+            change = both.change_of(one, reads, result)
+            if change is not None:
+                if known.turns(one.owner, one.key) and _is_same(one, both):
+                    result.settles = True
+                else:
+                    result.turns_by_size = result.turns_by_size or change.where
+
+
+def _is_same(value: SharedValue, known: KnownValues) -> bool:
+    """Whether the one line that sets a value sets the same for each micro-batch of a size."""
+    is_apart = value.key is not ALL and not known.of_all(value)
+    return is_apart and value.is_constant and len(value.lines) == 1
+
+
+@dataclass
+class Way:
+    """Where a recorded forward has gone, and what it has read and set there that outlives it.
+
+    Attributes:
+        coverage: the instructions of the user's code that it has run.
+        known: the values.
+        reads: what the user's code reads.
+        generators: the uses of each generator of the user's, by its number.
+        others: recordings of micro-batches of the same kind that have gone another way.
+    """
+
+    coverage: Coverage
+    known: KnownValues
+    reads: NamesRead
+    generators: Mapping[int, GeneratorUse]
+    others: list[Recording] = field(default_factory=list)
+
+    def add(self, other: Way) -> None:
+        """Take in what another run of the same forward has."""
+        self.coverage.add(other.coverage)
+        self.known = self.known.joined(other.known.values)
+
+    def shared_with(self, other: Way, result: Recording) -> Iterator[SharedChange]:
+        """Yield the values that one of two forwards sets and the other one reads, on another hop.
+
+        Args:
+            other: of the other forward.
+            result: its recording.
+        """
+        both = self.known.joined(other.known.values)
+        both.ignored = {**self.known.ignored, **other.known.ignored}
+        alone = self.known, other.known
+        changed = {where for one in alone for where, v in one.values.items() if v.is_changed}
+        spaces = {space for space, _ in changed}
+        for where, value in both.values.items():
+            if where[0] not in spaces or where[0] in both.ignored:
+                continue
+            if any(_is_shared_in(one, where, self.reads, result) for one in alone):
+                continue  # which has been judged
+            if (change := both.change_of(value, self.reads, result)) is not None:
+                yield change
+
+
+def _is_shared_in(
+    known: KnownValues, where: tuple[int, object], reads: NamesRead, result: Recording
+) -> bool:
+    value = known.values.get(where)
+    return value is not None and known.change_of(value, reads, result) is not None
+
+
+def lasting_in(known: KnownValues, first: Container[int]) -> KnownValues:
+    """Return those values that outlive a forward.
+
+    Args:
+        known: its values.
+        first: the ids of the objects that were there before.
+    """
+    lasting = known.joined({})
+    lasting.ignored = known.ignored
+    lasting.values = {
+        where: value
+        for where, value in known.values.items()
+        if isinstance(value.owner, Names | type) or space_of(value.owner) in first
+    }
+    return lasting
