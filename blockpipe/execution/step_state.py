@@ -98,8 +98,9 @@ class StepState:
             self.context.comparisons = Comparisons()
             self.context.carried_values = _carried_by(request.prepared)
         self.uncovered: UncoveredCode | None = None
-        if has_several and recording.way is not None and (IS_FREE or recording.leaves_state):
-            self.uncovered = UncoveredCode(recording.way.coverage)
+        way = recording.way
+        if has_several and way is not None and (IS_FREE or way.may_leave):
+            self.uncovered = UncoveredCode(way.coverage)
         self.shared_arguments = SharedArguments(microbatches, are_written=recording.writes_inputs)
         self.whole_arguments = WholeArguments(
             microbatches,

@@ -36,52 +36,50 @@ class CodeListener(Protocol):
         """An instruction is about to run that has not run on each hop."""
 
 
-class _Tracer:
-    """Listens by a tracer.
+def _tracer(coverage: Coverage, local: dict[int, _Traced], listener: CodeListener) -> Any:
+    """Return a tracer. It is called for each function that begins, so that it has to be quick.
 
     Args:
         coverage: what is known.
-        local: what it has found of functions, which threads share.
+        local: what it has found of functions by the id of their code, which threads share.
         listener: is told.
     """
+    find, begins, reaches = local.get, listener.begins, listener.reaches
 
-    def __init__(
-        self, coverage: Coverage, local: dict[int, _Traced], listener: CodeListener
-    ) -> None:
-        self._coverage, self._local, self._listener = coverage, local, listener
+    def goes_on(frame: types.FrameType, event: str, argument: object) -> Any:
+        how, offset = local[id(frame.f_code)][1], frame.f_lasti
+        if event == "line":
+            if offset in how:
+                reaches(frame.f_code, how[offset])
+        elif event == "opcode" and offset in how:
+            reaches(frame.f_code, offset)
+        return goes_on
 
-    def __call__(self, frame: types.FrameType, event: str, argument: object) -> Any:
-        code = frame.f_code
-        known = self._local.get(id(code))
-        if known is None or known[0] is not code:
-            known = self._local[id(code)] = code, self._how(frame)
+    def called(frame: types.FrameType, event: str, argument: object) -> Any:
+        known = find(id(frame.f_code))
+        if known is None or known[0] is not frame.f_code:
+            known = local[id(frame.f_code)] = frame.f_code, _how(frame, coverage)
         if (how := known[1]) is None:
             return None
-        self._listener.begins(frame)
+        begins(frame)
         if how is True:
             return None
         by_line = isinstance(how, dict)
         frame.f_trace_opcodes, frame.f_trace_lines = not by_line, by_line
-        return self._goes_on
+        return goes_on
 
-    def _how(self, frame: types.FrameType) -> Any:
-        """Return how a function is traced: ``None``: not at all; ``True``: only that it begins; by
-        a table of lines; or by a set of instructions."""
-        if not is_users(frame.f_globals.get("__name__")):
-            return None
-        if (covered := self._coverage.found(frame.f_code)) is None:
-            return True
-        lines = covered.open_lines()
-        return (covered.open() if lines is None else lines) or True
+    return called
 
-    def _goes_on(self, frame: types.FrameType, event: str, argument: object) -> Any:
-        how = self._local[id(frame.f_code)][1]
-        if event == "line":
-            if (offset := how.get(frame.f_lasti)) is not None:
-                self._listener.reaches(frame.f_code, offset)
-        elif event == "opcode" and frame.f_lasti in how:
-            self._listener.reaches(frame.f_code, frame.f_lasti)
-        return self._goes_on
+
+def _how(frame: types.FrameType, coverage: Coverage) -> Any:
+    """Return how a function is traced: ``None``: not at all; ``True``: only that it begins; by a
+    table of lines; or by a set of instructions."""
+    if not is_users(frame.f_globals.get("__name__")):
+        return None
+    if (covered := coverage.found(frame.f_code)) is None:
+        return True
+    lines = covered.open_lines()
+    return (covered.open() if lines is None else lines) or True
 
 
 class _Here(threading.local):
@@ -183,7 +181,7 @@ def told(coverage: Coverage, listener: CodeListener) -> Iterator[None]:
     elif sys.gettrace() is not None:
         yield
     else:
-        ours = _Tracer(coverage, local, listener)
+        ours = _tracer(coverage, local, listener)
         sys.settrace(ours)
         try:
             yield

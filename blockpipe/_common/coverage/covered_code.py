@@ -63,9 +63,12 @@ class CoveredCode:
         self.begun |= other.begun
 
     def open(self) -> frozenset[int]:
-        """Return the offsets of the instructions that have not run on each of its hops."""
-        hops = {hop for hop, _ in self.begun}
-        return frozenset(o for o in self.effects if not all((hop, o) in self.ran for hop in hops))
+        """Return the offsets of the instructions that have not run on each hop that it begins on:
+        if that is one, on any, for it may go on to others."""
+        hops, ran = {hop for hop, _ in self.begun}, {offset for _, offset in self.ran}
+        if len(hops) > 1:
+            ran = {o for o in ran if all((hop, o) in self.ran for hop in hops)}
+        return frozenset(self.effects.keys() - ran)
 
     def open_lines(self) -> dict[int, int] | None:
         """Return the lines that are open as a whole: by the offset of their first instruction the

@@ -69,6 +69,7 @@ from .still_code import (
     named_of_unknown,
 )
 from .syntax.accesses import Access, accesses_of, is_optional
+from .syntax.changes import may_leave
 from .syntax.effects import EMPTIES, arguments_of, changes_given
 from .syntax.uses import Use
 from .tensors.missed_tensors import MissedTensors
@@ -112,6 +113,7 @@ class SharedValues:
         self.on_read: Callable[[Any, Any, types.FrameType, bool], None] = lambda *found: None
         users = [f for same in self._functions.values() for f in same if has_users_code(f)]
         self.traces = traces or bool(users)
+        self._may_leave = any(may_leave(f.__code__) for f in users)
         said = {name for f in users for name in names_in(f.__code__)}
         self._replaces_all, self.toggles = not said.isdisjoint(WHOLE), not said.isdisjoint(TRAINS)
         self.known = KnownValues(self.lasting.names, LibraryReads(holders, modules), fake=fake)
@@ -430,7 +432,8 @@ class SharedValues:
     def way(self, reads: NamesRead, generators: Mapping[int, GeneratorUse]) -> Way | None:
         """Return where the forward has gone, if it was traced."""
         lasting = lasting_in(self.known, self.outlasting)
-        return Way(self.coverage, lasting, reads, generators) if self.traces else None
+        found = self.coverage, lasting, reads, generators, self._may_leave
+        return Way(*found) if self.traces else None
 
     @property
     def sets(self) -> dict[int, str]:

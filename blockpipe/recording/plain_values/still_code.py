@@ -45,8 +45,8 @@ from .syntax.accesses import (
     accesses_of,
     calls_of,
     captures_of,
-    may_set,
 )
+from .syntax.changes import may_set
 from .syntax.later_calls import (
     called_again,
     called_later,

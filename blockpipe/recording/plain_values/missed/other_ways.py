@@ -63,6 +63,7 @@ class Way:
         known: the values.
         reads: what the user's code reads.
         generators: the uses of each generator of the user's, by its number.
+        may_leave: whether any code of the user's in reach may change anything for others.
         others: recordings of micro-batches of the same kind that have gone another way.
     """
 
@@ -70,6 +71,7 @@ class Way:
     known: KnownValues
     reads: NamesRead
     generators: Mapping[int, GeneratorUse]
+    may_leave: bool
     others: list[Recording] = field(default_factory=list)
 
     def add(self, other: Way) -> None:

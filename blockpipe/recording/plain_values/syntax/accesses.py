@@ -19,11 +19,10 @@ from .branches import Condition, Turn
 from .contents import alternatives
 from .effects import (
     ASKS_CHANCE,
-    CHANGES_GIVEN,
+    CHANGES,
     COPIES,
-    DOES_BOTH,
     SETS_TORCHS,
-    WRITES,
+    SETTERS,
     name_called,
 )
 from .nodes import Imported, Node, lines_of, nodes_of, span_of
@@ -39,17 +38,6 @@ from .uses import (
 )
 
 _OF_ENVIRONMENT = ("getenv", "getenvb")
-_CONSTRUCTORS = ("__init__", "__new__", "__post_init__", "__setstate__", "__repr__", "extra_repr")
-_STORES = frozenset(
-    [
-        *("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "STORE_SLICE"),
-        *("DELETE_ATTR", "DELETE_GLOBAL", "DELETE_SUBSCR"),
-    ]
-)
-_SETTERS = (
-    *("setattr", "delattr", "__setattr__", "__delattr__"),
-    *("register_buffer", "register_parameter", "register_module", "add_module"),
-)
 
 
 @dataclass(frozen=True)
@@ -156,7 +144,7 @@ def looked_into_again(code: types.CodeType) -> Mapping[int, list[Access]]:
 
 
 def _sets(node: ast.expr) -> bool:
-    return name_called(node) in _CHANGES
+    return name_called(node) in CHANGES
 
 
 def _each_alternative(access: Access) -> Iterator[Access]:
@@ -168,19 +156,6 @@ def _each_alternative(access: Access) -> Iterator[Access]:
         node = copy.copy(access.node)
         node.value = owner
         yield access if owner is access.node.value else replace(access, node=node)
-
-
-@functools.lru_cache(10_000)
-def may_set(code: types.CodeType) -> bool:
-    """Return whether a function's code may set a value that outlives its call."""
-    if code.co_name in _CONSTRUCTORS:
-        return False
-    if not _CHANGES.isdisjoint(code.co_names):
-        return True
-    operations = {instruction.opname for instruction in dis.get_instructions(code)}
-    sets_variable = "STORE_DEREF" in operations and code.co_freevars
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return bool(sets_variable) or not _STORES.isdisjoint(operations) or any(map(may_set, inner))
 
 
 @functools.lru_cache(1_000)
@@ -377,10 +352,6 @@ def _is_taken_apart(node: ast.expr, around: tuple[ast.AST, ...]) -> bool:
     )
 
 
-_CHANGES = (
-    WRITES | DOES_BOTH | CHANGES_GIVEN | SETS_TORCHS | {*_SETTERS, "next", "cache_info"}
-)  # each call changes the latter
-
 _INSTRUCTIONS: dict[type[ast.AST], tuple[str, ...]] = {
     ast.Attribute: ("_ATTR", "LOAD_METHOD"),
     ast.Subscript: ("SUBSCR", "SLICE", "BINARY_OP"),
@@ -422,7 +393,7 @@ def _access(node: Node, outer: tuple[ast.AST, ...], operation: str) -> Access | 
 def _call(node: ast.Call, outer: tuple[ast.AST, ...], *, is_said: bool) -> Access:
     """``getattr``, ``setattr``, ``next``, ``vars`` and ``os.getenv`` are accesses of their own."""
     name = node.func.id if isinstance(node.func, ast.Name) else ""
-    if isinstance(node.func, ast.Attribute) and node.func.attr in (*_SETTERS, *_OF_ENVIRONMENT):
+    if isinstance(node.func, ast.Attribute) and node.func.attr in (*SETTERS, *_OF_ENVIRONMENT):
         name = node.func.attr
     if name in _OF_ENVIRONMENT and node.args:
         return Access(node, True, False, is_said=is_said)
@@ -431,7 +402,7 @@ def _call(node: ast.Call, outer: tuple[ast.AST, ...], *, is_said: bool) -> Acces
         return Access(node, True, False, use=use, given_to=given_to, is_said=is_said)
     if name == "hasattr" and len(node.args) > 1:
         return Access(node, True, False, is_said=is_said)
-    if name in _SETTERS and len(node.args) > 1:
+    if name in SETTERS and len(node.args) > 1:
         return Access(node, False, True, assigned=node.args[-1])
     if isinstance(node.func, ast.Attribute) and node.func.attr in SETS_TORCHS:
         return Access(node, False, True)

@@ -57,6 +57,15 @@ DOES_BOTH = frozenset(
 COPIES = frozenset(["copy", "deepcopy", "dict"])  # whose result is another container
 CHANGES_GIVEN = _CHANGES_FIRST | _CHANGES_ANY
 
+SETTERS = (
+    *("setattr", "delattr", "__setattr__", "__delattr__"),
+    *("register_buffer", "register_parameter", "register_module", "add_module"),
+)
+"""What sets an attribute by its name."""
+CHANGES = (
+    WRITES | DOES_BOTH | CHANGES_GIVEN | SETS_TORCHS | {*SETTERS, "next", "cache_info"}
+)  # each call changes the latter
+
 ASKS_CHANCE = (
     *("random", "randint", "uniform", "choice", "choices", "shuffle", "sample", "randrange"),
     *("gauss", "normalvariate", "getrandbits", "permutation", "integers", "uuid4", "token_hex"),
