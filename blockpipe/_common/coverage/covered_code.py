@@ -17,13 +17,16 @@ _INSIDE = (
 )
 
 
+_JUMPS = frozenset([*dis.hasjrel, *dis.hasjabs])
+
+
 @functools.lru_cache(1_000)
 def effects_of(code: types.CodeType) -> Mapping[int, int]:
     """Return the instructions that may do more than move a function's own values.
 
     Returns:
-        By the offset of each, that of the first instruction of its line: of those that come one
-        after the other.
+        By the offset of each, that of the first instruction of its line, if one comes after the
+        other from there on; else -1.
     """
     begun, found = {offset for offset, _ in dis.findlinestarts(code)}, dict[int, int]()
     first = 0
@@ -31,6 +34,8 @@ def effects_of(code: types.CodeType) -> Mapping[int, int]:
         first = instruction.offset if instruction.offset in begun else first
         if not instruction.opname.startswith(_INSIDE):
             found[instruction.offset] = first
+        if instruction.opcode in _JUMPS:
+            first = -1
     return found
 
 
@@ -77,7 +82,7 @@ class CoveredCode:
         for offset in sorted(opened):
             lines.setdefault(self.effects[offset], offset)
         whole = all(offset in opened for offset, line in self.effects.items() if line in lines)
-        return lines if whole else None
+        return lines if whole and -1 not in lines else None
 
 
 def line_of(code: types.CodeType, offset: int | None) -> str:

@@ -86,15 +86,19 @@ class UncoveredCode:
         self._coverage = coverage
         self.found: dict[int, dict[Reached, Called | None]] = {}
 
-    def noting(self, microbatch: int, hop: Callable[[], int]) -> AbstractContextManager[None]:
+    def noting(
+        self, microbatch: int, hop: Callable[[], int], *, is_loss: bool = False
+    ) -> AbstractContextManager[None]:
         """Note, while entered, what this thread's code reaches.
 
         Args:
             microbatch: whose forward runs.
             hop: returns the hop that its code is on.
+            is_loss: whether its loss runs. No recording runs that; it reads its source.
         """
-        found = self.found[microbatch] = {}
-        return told(self._coverage, _Of(found, self._coverage, hop))
+        kind = _OfLoss if is_loss else _Of
+        found = self.found.setdefault(microbatch, {})
+        return told(self._coverage, kind(found, self._coverage, hop))
 
 
 class _Of:
@@ -118,6 +122,17 @@ class _Of:
         covered, hop = self._coverage.found(code), self._hop()
         if covered is not None and (hop, offset) not in covered.ran:
             self._found[Reached(code, hop, offset)] = None
+
+
+class _OfLoss(_Of):
+    """Listens to its loss."""
+
+    def begins(self, frame: types.FrameType) -> None:
+        if frame.f_code not in self._coverage.read:
+            super().begins(frame)
+
+    def reaches(self, code: types.CodeType, offset: int) -> None:
+        pass
 
 
 def _called(frame: types.FrameType, hop: int) -> Called:

@@ -4,7 +4,7 @@ result without a graph."""
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -117,7 +117,7 @@ class MicrobatchForward:
                 # Before the first operation: code that keeps the generator's state for later
                 # (torch.utils.checkpoint) reads it before that.
                 run.arrive()
-            with not_caught(), theirs(), CrossingMode(run), self._noting_code(run):
+            with not_caught(), theirs(), CrossingMode(run), self._noting(run):
                 output = self._prepared.model(*args, **kwargs)
             if run.hop < 0:
                 run.arrive()
@@ -127,7 +127,8 @@ class MicrobatchForward:
             loss = None
             if "loss" in self._request.want:
                 target = self._arguments.received(run, batch, target)
-                with not_caught(), theirs(), CrossingMode(run):
+                noting = self._noting(run, is_loss=True)
+                with not_caught(), theirs(), CrossingMode(run), noting:
                     loss = self._state.randomness.loss(output, target)
                 loss = checked_loss(loss)
         result = self._result(run, output, loss)
@@ -135,12 +136,13 @@ class MicrobatchForward:
         self._state.shared_arguments.check(batch, versions)
         return result
 
-    def _noting_code(self, run: MicrobatchRun) -> AbstractContextManager[None]:
+    def _noting(self, run: MicrobatchRun, *, is_loss: bool = False) -> AbstractContextManager[None]:
         """Note what the user's code runs that it did not run when it was recorded."""
         if self._state.uncovered is None:
             return _NOTHING
         noting = self._state.uncovered.noting
-        return noting(run.microbatch, lambda: run.place.hop_from(run.cursor.stage))
+        hop = partial(_hop_here, run)
+        return noting(run.microbatch, hop, is_loss=is_loss)
 
     @property
     def _draws_at_once(self) -> bool:
@@ -205,6 +207,11 @@ class MicrobatchForward:
             size = self._request.microbatches[m].size
             result.outputs = apart(result.outputs, size, overwritten=overwritten)
         return result
+
+
+def _hop_here(run: MicrobatchRun) -> int:
+    """Return the hop that the user's code is on; from a mark on it is the next one."""
+    return run.place.hop_from(run.cursor.stage)
 
 
 def _check_own(run: MicrobatchRun, output: Any) -> None:
