@@ -17,6 +17,12 @@ public module for it; a meta tensor knows no device."""
 
 FakeTensorMode = fake_tensor.FakeTensorMode
 """The mode that makes them; as :data:`FakeTensor`."""
+ASK_FOR_VALUES = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedOperatorException,
+)
+"""What it raises where a result follows from values, or nobody knows from what."""
 
 unset_fake_temporarily = fake_tensor.unset_fake_temporarily
 """A context manager: operations on real tensors are real. The user's code has entered the mode, so

@@ -377,7 +377,8 @@ class Preparer:
         if written:
             self._written |= frozenset(written)
             self._fingerprint = None  # the next step records anew; until then, this is known
-            looks.at_tensors(record(batches[0]), known, schedule, written)
+            batch = batches[next((m for m in sorted(reached) if reached[m]), 0)]
+            looks.at_tensors(record(batch), known, schedule, written)
         looks.at_code(prepared, reached, batches, changed, schedule, record)
 
     def own_storages(self, prepared: Prepared) -> int:

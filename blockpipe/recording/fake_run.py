@@ -318,8 +318,12 @@ def _with_fakes(
         faked = replace(request, args=given, kwargs=named)
 
         def run() -> R:
+            mode.failed = request.failed
             with mode, _quiet(), RealWritesUndone(), FailedThreads(), NoElements():
-                return watch(faked, state.holders)
+                found = watch(faked, state.holders)
+            for error in () if on_meta else request.failed:
+                raise error  # which the forward has caught
+            return found
 
         return call_with_tensors(model, swapped, run)
 

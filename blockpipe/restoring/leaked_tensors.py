@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .._common.garbage import collect_until
 from .._common.nested import tensors
-from .._torch.tensors import FakeTensor, FakeTensorMode
+from .._torch.tensors import ASK_FOR_VALUES, FakeTensor, FakeTensorMode
 from ..errors import RecordingError
 
 _DEPTH = 4
@@ -30,14 +30,23 @@ _NO_VALUES = (type, types.ModuleType, types.FunctionType, nn.Module, Tensor)
 
 
 class TrackedFakes(FakeTensorMode):
-    """Remembers the tensors that it makes, without holding them."""
+    """Remembers the tensors that it makes, without holding them.
+
+    Attributes:
+        failed: gets the errors of operations whose results follow from values.
+    """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self.failed = list[Exception]()
         self._made: list[weakref.ref[FakeTensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        try:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        except ASK_FOR_VALUES as error:
+            self.failed.append(error)
+            raise
         self._made += [weakref.ref(t) for t in tensors(result) if isinstance(t, FakeTensor)]
         return result
 

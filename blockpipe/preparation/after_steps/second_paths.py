@@ -17,7 +17,7 @@ from ..._common.callsite import users_line, warn
 from ..._common.coverage.covered_code import Coverage
 from ..._common.coverage.uncovered_code import Called, CodeReached, Reached
 from ...batches.microbatch import Microbatch
-from ...errors import StateError
+from ...errors import RecordingError, StateError
 from ...recording.recording import Recording
 from ...restoring.held_signals import RestoredWhole
 from ...schedules.builders import ScheduleOption
@@ -68,10 +68,10 @@ class SecondPaths:
         if (way := prepared.recording.way) is None:
             return ""
         coverage = way.coverage
-        unsure = list[Reached]()
+        unread = list[Reached]()
         for m in sorted(reached):
             places = [one for one in reached[m] if not one.is_in(coverage)]
-            unsure += filter(_has_no_source, places)
+            left = [one for one in places if _has_no_source(one)]
             for undone, beside in _ways(changed, m, len(batches), reached[m]):
                 if not places:
                     break
@@ -81,18 +81,30 @@ class SecondPaths:
                 self._left -= 1
                 _log.info("recorded anew: micro-batch %d ran %s", m, _lines(places))
                 with RestoredWhole(*(change.undone() for change in undone)):
-                    found = record(batches[m], beside=beside)
-                if found.way is not None:
+                    found = _recorded(record, batches[m], beside)
+                if found is not None and found.way is not None:
                     _judge(prepared, found, places, schedule, len(batches))
                     coverage.add(found.way.coverage)
                 places = [one for one in places if not one.is_in(coverage)]
-            unsure += places
-        unread = _lines([one for one in unsure if not _is_read(one, coverage)])
-        if unread:
-            _doubt(unread)
-        for one in unsure:
-            one.add_to(coverage)
-        return unread
+            left += places
+            unread += [one for one in left if not _is_read(one, coverage)]
+            for one in left:  # no later one comes to it either
+                one.add_to(coverage)
+        if lines := _lines(unread):
+            _doubt(lines)
+        return lines
+
+
+def _recorded(
+    record: Callable[..., Recording], batch: Microbatch, beside: Sequence[Called]
+) -> Recording | None:
+    """Return a recording; ``None`` if the forward does not run once more, as one that makes a file
+    which is there by now."""
+    try:
+        return record(batch, beside=beside)
+    except RecordingError as error:
+        _log.info("which it does not do once more: %s", error)
+        return None
 
 
 def _doubt(lines: str) -> None:

@@ -45,8 +45,8 @@ class KnownAttributes:
         shared = {base for kind in kinds for base in kind.__mro__}
         changes = dict[ProcessChange, None]()
         for one, owner in found:
-            if type(owner) not in shared or isinstance(owner, nn.Module):
-                changes |= dict.fromkeys(_changes_for(owner, one))
+            is_shared = type(owner) in shared and not isinstance(owner, nn.Module)
+            changes |= dict.fromkeys(_changes_for(owner, one, tells_sets=not is_shared))
         self.changes = [*changes]
         """The changes of their objects' classes, to be entered while a step runs."""
 
@@ -58,19 +58,23 @@ class KnownAttributes:
         return found if found is not None and found.object is owner else None
 
 
-def _changes_for(owner: object, used: UsedAttribute) -> Iterator[ProcessChange]:
+def _changes_for(
+    owner: object, used: UsedAttribute, *, tells_sets: bool
+) -> Iterator[ProcessChange]:
     """Yield the changes by which a class tells of an attribute. Reads are told where a stage sets
-    what they find."""
+    what they find, and does not count there."""
     kind = type(owner)
     told = _changes.setdefault(kind, {})
-    if kind is not nn.Module:  # Python would set them in each of its subclasses, in each step
+    if (
+        kind is not nn.Module and tells_sets
+    ):  # Python would set them in each of its subclasses, in each step
         yield told.setdefault(_SET, _ToldSets(kind, _SET))
     if isinstance(owner, nn.Module):
         if kind is not nn.Module:
             yield told.setdefault(_DELETE, _ToldSets(kind, _DELETE))
         for name in _ADD:
             yield _changes.setdefault(nn.Module, {}).setdefault(name, _ToldSets(nn.Module, name))
-    if used.set_on and used.key is not None:
+    if used.set_on and used.key is not None and (tells_sets or not used.counted_on):
         yield told.setdefault(used.key, _ToldReads(kind, used.key))
 
 

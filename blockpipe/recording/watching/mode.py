@@ -44,6 +44,15 @@ _SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SHOW_MEMORY = frozenset([Tensor.numpy, Tensor.__array__, Tensor.__dlpack__])
 
 
+_GIVES_VALUES = frozenset(
+    [
+        *(Tensor.numpy, Tensor.tolist, Tensor.item, Tensor.__array__, Tensor.__bool__),
+        *(Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__),
+        *(Tensor.__format__, Tensor.__repr__),
+    ]
+)
+
+
 def _shows_memory(func: Callable[..., Any], caller: types.FrameType) -> bool:
     """Return whether a function gives the address of a tensor's memory. While fake tensors are made
     nothing is there, also of a real one, and to read it may end the process. torch itself only
@@ -103,10 +112,16 @@ class RecordingMode(CrossingMode):
             recorder.looked_at_graph(args[0], args[1] if len(args) > 1 else None)
         recorder.changes.at_function(func, args)
         if recorder.result.fake and _shows_memory(func, sys._getframe(1)):
-            raise TypeError(f"expected a tensor with memory for {func.__name__}(), got a fake one")
+            error = TypeError(f"expected a tensor with memory for {func.__name__}, got a fake one")
+            recorder.failed.append(error)
+            raise error
         if isinstance(func, HigherOrderOperator):
             recorder.custom.calls_functions(func.name())
-        result = super().__torch_function__(func, types, args, kwargs, modes)
+        try:
+            result = super().__torch_function__(func, types, args, kwargs, modes)
+        except (RuntimeError, TypeError) as error:
+            recorder.failed += [error] if recorder.result.fake and func in _GIVES_VALUES else []
+            raise
         if not recorder.result.fake:
             note_size(func, args, kwargs or {}, result)
         recorder.check_outsiders(func, args[0] if args else None)

@@ -95,7 +95,7 @@ class Recorder:
         self.check_interrupts: Callable[[], None]
         self.changes: SharedChanges
         self.outside: OutsideState
-        self.users: set[str] = set()  # paths of modules of the user's own classes
+        self.users, self.failed = set[str](), list[Exception]()  # paths of the user's own modules
         self._sources: dict[int, Call] = {}  # calls that made what the operation under way reads
 
     @property

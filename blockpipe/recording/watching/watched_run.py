@@ -164,7 +164,7 @@ def _watching(request: RecordRequest, result: Recording, holders: list[Holder]) 
     activations = Activations([*model.parameters(), *model.buffers()])
     recorder = Recorder(step, cursor, result, activations, request.unhookable)
     recorder.calls.compiled = {path for path, module in modules.items() if is_compiled(module)}
-    recorder.check_interrupts = request.signals.check
+    recorder.failed, recorder.check_interrupts = request.failed, request.signals.check
     step.on_checkpoint = recorder.backward_code.begins_checkpoint
     recorder.held, recorder.stand_ins = held_tensors(model, result), request.stand_ins
     memory = LastingMemory(recorder.held, [*model.parameters(), *model.buffers()])

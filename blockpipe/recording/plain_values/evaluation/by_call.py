@@ -16,11 +16,19 @@ from torch import Tensor, nn
 from ...._common.libraries import is_users
 from ...._torch.modules import parameters_of, within
 from ...reads import mentioned
-from ..syntax.accesses import Access
+from ..syntax.accesses import Access, asks_any_name
 from ..syntax.effects import SETS_TORCHS
 from .expressions import Frame, members_of
 from .getters import asked_by_text, asked_of, hands_on, is_getter, is_setter, set_by
-from .members import ALL, NEEDS_GRADIENT, UNKNOWN, is_one_of, member_of, own_attributes
+from .members import (
+    ALL,
+    NEEDS_GRADIENT,
+    UNKNOWN,
+    Names,
+    is_one_of,
+    member_of,
+    own_attributes,
+)
 from .registered import added_to, along_path, places_of, walked_by
 from .still_frames import StillFrame
 
@@ -74,9 +82,23 @@ def asked_by_call(node: ast.expr, frame: Frame) -> Iterator[tuple[Any, Any]]:
         yield from _asked_in(text, [space for space in spaces if isinstance(space, dict)], frame)
     if isinstance(cached := frame.evaluated(node.func), _CACHE):
         yield cached, ALL  # a call that finds a result runs no code
+    if asks_any_name(node):
+        yield from ((one, ALL) for one in _without_telling(frame.evaluated(node.args[0])))
     for function, args in _called_by(node, frame):
         yield from asked_of(function, args)
     yield from _asked_by_layer(frame.evaluated(node.func))
+
+
+def _without_telling(owner: Any) -> Iterator[Any]:
+    """Yield those of an object and its classes whose attributes may be read by names that data
+    choose, and of which no class tells while a step runs: a module's variables, classes, functions.
+    """
+    if isinstance(owner, types.ModuleType):
+        yield Names(vars(owner))
+    elif isinstance(owner, types.FunctionType):
+        yield owner
+    kinds = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
+    yield from (kind for kind in kinds if is_users(kind.__module__))
 
 
 def _asked_in(text: Any, spaces: list[dict[str, Any]], frame: Frame) -> Iterator[tuple[Any, Any]]:

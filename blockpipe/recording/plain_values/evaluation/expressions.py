@@ -48,6 +48,7 @@ _WALKS = frozenset(
         *("modules", "named_modules", "children", "named_children"),
     ]
 )
+_TELL_NOTHING = (type, types.FunctionType, types.ModuleType)  # of what is set in them
 _FINDERS = {"__getattr__": nn.Module.__getattr__, "__getattribute__": object.__getattribute__}
 _MEMBERS = ("keys", "values", "items")
 _WALKERS = [vars(nn.Module)[name] for name in _WALKS]
@@ -304,6 +305,9 @@ class Frame:
                 return os.environ, os.fsdecode(key) if isinstance(key, bytes) else key, UNKNOWN
             owner, key = self._asked_by_name(node)
             key = ALL if key is UNKNOWN and self._may_be_any(access) else key
+            if access.writes and isinstance(owner, _TELL_NOTHING) and not _is_constant(key, node):
+                owner = Names(vars(owner)) if isinstance(owner, types.ModuleType) else owner
+                return owner, ALL, UNKNOWN
         else:
             return None, None, self.evaluated(node)
         value = attribute_in(owner, key)
@@ -436,3 +440,8 @@ def _written_in(nodes: Sequence[ast.expr], frame: Frame) -> Iterator[Any]:
             yield frame.evaluated(node)
         elif (found := members_of(frame, node.value)) is not UNKNOWN:
             yield from found
+
+
+def _is_constant(key: Any, call: ast.Call) -> bool:
+    """Whether a call of ``setattr`` has its name as a constant."""
+    return any(isinstance(one, ast.Constant) and one.value == key for one in call.args)

@@ -106,7 +106,8 @@ def accesses_of(code: types.CodeType) -> Mapping[int, list[Access]]:
                 access = _access(node, outer, operation)
                 if access is not None:
                     found[instruction.offset] += _each_alternative(access)
-                    if isinstance(node, ast.Call) and access.node is not node:  # ``next``
+                    is_next = isinstance(node, ast.Call) and access.node is not node
+                    if isinstance(node, ast.Call) and (is_next or asks_any_name(node)):
                         found[instruction.offset].append(_any_call(node, outer, access.is_said))
     return found
 
@@ -409,6 +410,12 @@ def _call(node: ast.Call, outer: tuple[ast.AST, ...], *, is_said: bool) -> Acces
     if name == "next" and node.args:
         return Access(node.args[0], True, False, use=Use.BOTH)
     return _any_call(node, outer, is_said)
+
+
+def asks_any_name(node: ast.Call) -> bool:
+    """Return whether a call is one of ``getattr`` whose name is no constant."""
+    is_getattr = isinstance(node.func, ast.Name) and node.func.id == "getattr"
+    return is_getattr and len(node.args) > 1 and not isinstance(node.args[1], ast.Constant)
 
 
 def _any_call(node: ast.Call, outer: tuple[ast.AST, ...], is_said: bool) -> Access:
