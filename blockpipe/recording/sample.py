@@ -56,7 +56,7 @@ class RecordRequest:
             nobody asks.
         crossed: the memory of what has crossed in the first of two runs.
         beside: functions of the user's that a step has run, and that this forward may not come to:
-            each with its first argument and its hop. What they read and set counts.
+            each with what it is given and its hop. What they read and set counts.
         failed: the errors of operations that fake tensors have no values for. Code that catches
             one goes where no real tensor leads it.
         turned: the places that its conditions asked and that it set later, by the owner's number.

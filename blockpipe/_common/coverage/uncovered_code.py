@@ -59,12 +59,12 @@ class Called(NamedTuple):
 
     Attributes:
         function: the function, with what it closes over.
-        given: its first argument; ``None``: a tensor, or nothing.
+        given: its arguments by name, but for tensors.
         hop: on which it has begun.
     """
 
     function: types.FunctionType
-    given: object
+    given: Mapping[str, object]
     hop: int
 
 
@@ -139,8 +139,9 @@ def _called(frame: types.FrameType, hop: int) -> Called:
     code, known = frame.f_code, frame.f_locals
     cells = [types.CellType(known[n]) if n in known else types.CellType() for n in code.co_freevars]
     function = types.FunctionType(code, frame.f_globals, code.co_name, None, tuple(cells))
-    given = known.get(code.co_varnames[0]) if code.co_argcount else None
-    return Called(function, None if isinstance(given, Tensor) else given, hop)
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    given = {n: known[n] for n in names if n in known and not isinstance(known[n], Tensor)}
+    return Called(function, given, hop)
 
 
 def _is_by_chance(frame: types.FrameType) -> bool:

@@ -18,6 +18,7 @@ from ..._common.coverage.covered_code import Coverage
 from ..._common.coverage.uncovered_code import Called, CodeReached, Reached
 from ...batches.microbatch import Microbatch
 from ...errors import RecordingError, StateError
+from ...recording.plain_values.evaluation.still_frames import Given
 from ...recording.recording import Recording
 from ...restoring.held_signals import RestoredWhole
 from ...schedules.builders import ScheduleOption
@@ -100,8 +101,9 @@ def _recorded(
 ) -> Recording | None:
     """Return a recording; ``None`` if the forward does not run once more, as one that makes a file
     which is there by now."""
+    given = [(called.function, Given(named=called.given), called.hop) for called in beside]
     try:
-        return record(batch, beside=beside)
+        return record(batch, beside=given)
     except RecordingError as error:
         _log.info("which it does not do once more: %s", error)
         return None
