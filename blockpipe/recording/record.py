@@ -102,8 +102,8 @@ def record(
     if isinstance(args, Tensor) or not isinstance(args, tuple | list):
         args = (args,)
     planned = planned_by(model, plan)
-    request = RecordRequest(model, tuple(args), dict(kwargs or {}), planned, devices, cut)
-    recording = record_planned(request, fake=fake, intended=intended)
+    given = model, tuple(args), dict(kwargs or {}), planned, devices, cut
+    recording = record_planned(RecordRequest(*given, fakes=fake), intended=intended)
     recording.way = None  # which holds the model's objects
     return recording
 
@@ -111,7 +111,6 @@ def record(
 def record_planned(
     request: RecordRequest,
     *,
-    fake: bool = True,
     intended: Sequence[torch.device] | None = None,
     share: BatchPart | None = None,
 ) -> Recording:
@@ -119,13 +118,12 @@ def record_planned(
 
     Args:
         request: the forward, with a plan that is resolved.
-        fake: whether to use fake tensors.
         intended: where the stages will be, as in :func:`record`.
         share: which part of a batch the arguments are, where a batch was split.
     """
     check_initialized(request.model)
     with closed_to_others(request.model):
-        recording = _record(request, share, intended, fake=fake)
+        recording = _record(request, share, intended)
     if any(map(is_compiled, request.model.modules())):
         recording.way = None  # in steps other code runs
     if request.planned is not None:
@@ -140,12 +138,10 @@ def _record(
     request: RecordRequest,
     share: BatchPart | None,
     intended: Sequence[torch.device] | None,
-    *,
-    fake: bool,
 ) -> Recording:
     with request.signals, SettingGenerators(sets=True), request.undone:
         # What the forward sets in context variables stays in this copy.
-        run = partial(_recorded, request, share, intended, fake=fake)
+        run = partial(_recorded, request, share, intended)
         return contextvars.copy_context().run(run)
 
 
@@ -153,15 +149,13 @@ def _recorded(
     request: RecordRequest,
     share: BatchPart | None,
     intended: Sequence[torch.device] | None,
-    *,
-    fake: bool,
 ) -> Recording:
     """Record with fake tensors, or for real where that fails."""
     began = time.perf_counter()
     sample = request.model, request.args, request.kwargs
     why_real: str | None = None
     recording: Recording | None = None
-    if fake:
+    if request.fakes:
         on_meta = is_on_meta(request.model)
         try:
             with HeldOutput(lambda e: on_meta or isinstance(e, BlockpipeError) or _stops(e)):

@@ -55,6 +55,7 @@ class RecordRequest:
         on_index: is given each value that the forward uses as an index, with the line; ``None``:
             nobody asks.
         crossed: the memory of what has crossed in the first of two runs.
+        fakes: whether fake tensors come first.
         beside: functions of the user's that a step has run, and that this forward may not come to:
             each with what it is given and its hop. What they read and set counts.
         failed: the errors of operations that fake tensors have no values for. Code that catches
@@ -78,6 +79,7 @@ class RecordRequest:
     states: list[ModelState] = field(default_factory=list)
     on_index: Callable[[Any, str], None] | None = None
     crossed: CrossedMemory = field(default_factory=CrossedMemory)
+    fakes: bool = True
     beside: Sequence[tuple[Callable[..., Any], object, int]] = ()
     failed: list[Exception] = field(default_factory=list)
     turned: set[tuple[int, Any]] = field(default_factory=set)

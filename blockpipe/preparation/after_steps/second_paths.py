@@ -38,7 +38,7 @@ class SecondPaths:
     """The recordings that are made after steps for code that these have run."""
 
     def __init__(self) -> None:
-        self._left = _MOST
+        self._left, self._seen = _MOST, set[Reached]()
 
     def look(
         self,
@@ -76,10 +76,9 @@ class SecondPaths:
             for undone, beside in _ways(changed, m, len(batches), reached[m]):
                 if not places:
                     break
-                if not self._left:
+                if not self._may_look(places):
                     _give_up(prepared, places)
                     return ""
-                self._left -= 1
                 _log.info("recorded anew: micro-batch %d ran %s", m, _lines(places))
                 with RestoredWhole(*(change.undone() for change in undone)):
                     found = _recorded(record, batches[m], beside)
@@ -95,15 +94,25 @@ class SecondPaths:
             _doubt(lines)
         return lines
 
+    def _may_look(self, places: Sequence[Reached]) -> bool:
+        """Return whether there is a recording left; what was looked at once needs none, where the
+        model was recorded anew."""
+        if not self._seen.issuperset(places):
+            self._left -= 1
+            self._seen.update(places)
+        return self._left >= 0
+
 
 def _recorded(
-    record: Callable[..., Recording], batch: Microbatch, beside: Sequence[Called]
+    record: Callable[..., Recording], batch: Microbatch, beside: Sequence[Called] | None
 ) -> Recording | None:
     """Return a recording; ``None`` if the forward does not run once more, as one that makes a file
     which is there by now."""
-    given = [(called.function, Given(named=called.given), called.hop) for called in beside]
     try:
-        return record(batch, beside=given)
+        if beside is None:
+            return record(batch)
+        given = [(called.function, Given(named=called.given), called.hop) for called in beside]
+        return record(batch, beside=given, fakes=False)
     except RecordingError as error:
         _log.info("which it does not do once more: %s", error)
         return None
@@ -166,9 +175,9 @@ def _refuse(places: Sequence[Reached], error: StateError) -> NoReturn:
 
 def _ways(
     changed: Sequence[Change], m: int, of: int, reached: CodeReached
-) -> Iterator[tuple[list[Change], list[Called]]]:
-    """Yield what to undo, so that a forward may go the way of a step's micro-batch, and functions
-    to look at if it does not.
+) -> Iterator[tuple[list[Change], list[Called] | None]]:
+    """Yield what to undo, so that a forward may go the way of a step's micro-batch. If it does not,
+    functions come with it, to be looked at, and it runs on no fake tensors, by which it may turn.
 
     Args:
         changed: what the step has changed.
@@ -178,10 +187,8 @@ def _ways(
     """
     # Numbers that have grown evenly are what they were then.
     undone = [change for each in changed if (change := _as_then(each, m, of)) is not None]
-    yield undone, []
-    begun = [called for called in reached.values() if called is not None]
-    if undone or begun:
-        yield [], begun
+    yield undone, None
+    yield [], [called for called in reached.values() if called is not None]
 
 
 def _as_then(change: Change, m: int, of: int) -> Change | None:
