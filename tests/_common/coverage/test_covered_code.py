@@ -109,3 +109,17 @@ def test_a_line_is_told_by_its_file():
     last = max(effects_of(TURNS))
     assert line_of(TURNS, None) == f"{__file__}:{FIRST}"
     assert line_of(TURNS, last) == f"{__file__}:{FIRST + 2}"
+
+
+def test_a_line_may_go_on_or_not():
+    """Its first instruction does not tell whether the others run."""
+
+    def asserts(x: int) -> int:
+        assert x > 1, len(str(x))
+        return x
+
+    code = asserts.__code__
+    covered = CoveredCode(code)
+    covered.begun.add((0, 0))
+    assert covered.open()
+    assert covered.open_lines() is None
