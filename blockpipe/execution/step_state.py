@@ -98,9 +98,10 @@ class StepState:
             self.context.comparisons = Comparisons()
             self.context.carried_values = _carried_by(request.prepared)
         self.uncovered: UncoveredCode | None = None
-        way = recording.way
-        if has_several and way is not None and (IS_FREE or way.may_leave):
-            self.uncovered = UncoveredCode(way.coverage)
+        if (way := recording.way) is not None:
+            way.let_go()
+            if has_several and (IS_FREE or way.may_leave):
+                self.uncovered = UncoveredCode(way.coverage)
         self.shared_arguments = SharedArguments(microbatches, are_written=recording.writes_inputs)
         self.whole_arguments = WholeArguments(
             microbatches,

@@ -204,7 +204,7 @@ def opened_since(before: Recording, now: Recording) -> Call | None:
     notices by itself what crosses in code that is not sealed, and another route.
     """
     for call in now.calls:
-        if call.opened == MAY_READ:  # in another forward
+        if call.opened == MAY_READ or call.is_left_on_its_stage:  # in another forward
             continue
         known = before.sealed_functions if call.is_function else before.sealed
         # On other hops it may have been open before: a router that two stages share.

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from ..costs.work import Work
 
+UNRETURNED = "it makes a tensor that it does not return"
+
 
 @dataclass(eq=False)
 class Call:
@@ -38,6 +40,7 @@ class Call:
         work: its work by stage, for one micro-batch.
         outputs: the shapes of the tensors that it returns.
         opened: the reason why it is not sealed; ``None`` if it is.
+        leaves_to: the stages that read tensors which it has made and does not return.
         waits: whether it makes the host wait for a tensor's value.
         constants: the indices of the tensors it returns that every micro-batch may read.
         transforms: whether an operation in it runs in a ``torch.func`` transform.
@@ -77,6 +80,7 @@ class Call:
     work: dict[int, Work] = field(default_factory=dict, repr=False)
     outputs: list[tuple[int, ...]] = field(default_factory=list, repr=False)
     opened: str | None = None
+    leaves_to: set[int] = field(default_factory=set, repr=False)
     waits: bool = False
     constants: set[int] = field(default_factory=set, repr=False)
     transforms: bool = field(default=False, repr=False)
@@ -85,6 +89,12 @@ class Call:
     def is_module(self) -> bool:
         """Whether a plan can assign it: a module inside of the model."""
         return bool(self.path) and not self.is_function
+
+    @property
+    def is_left_on_its_stage(self) -> bool:
+        """Whether it is not sealed only because its own stage reads such a tensor."""
+        is_why = (self.opened or "").startswith(UNRETURNED)
+        return is_why and self.leaves_to <= {self.stage}
 
     @property
     def hops(self) -> range:

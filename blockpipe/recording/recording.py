@@ -35,7 +35,6 @@ from .entries import (
 
 if TYPE_CHECKING:
     from ..reports.summary.summary import Summary
-    from .plain_values.missed.other_ways import Way
 
 
 @dataclass
@@ -136,9 +135,9 @@ class Recording:
     """The line that uses a number as no later step can foresee, in ways that steps ask no more."""
     written_late: str = ""
     """What a step has written that no recording shows, so that micro-batches run one by one."""
-    way: Way | None = field(default=None, repr=False, compare=False)
-    """Where it has gone, for steps that go elsewhere: it holds the objects, and is not for others;
-    ``None``: nobody has traced it."""
+    way: Any = field(default=None, repr=False, compare=False)
+    """The :class:`~.plain_values.missed.other_ways.Way` that it has gone, for steps that go
+    elsewhere; ``None``: nobody has traced it."""
     why_real: str | None = None
     why_elsewhere: str | None = None
     """Why it did not run on fake tensors of the devices that the stages will be on."""

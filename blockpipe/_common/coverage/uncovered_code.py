@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from torch import Tensor
 
 from ..._torch.compiler import is_compilers
+from ..collecting_garbage import CollectingGarbage
 from .code_events import told
 from .covered_code import Coverage, CoveredCode, line_of
 
@@ -86,9 +87,10 @@ class UncoveredCode:
         self._coverage = coverage
         self.found: dict[int, dict[Reached, Called | None]] = {}
 
+    @contextmanager
     def noting(
         self, microbatch: int, hop: Callable[[], int], *, is_loss: bool = False
-    ) -> AbstractContextManager[None]:
+    ) -> Iterator[None]:
         """Note, while entered, what this thread's code reaches.
 
         Args:
@@ -96,18 +98,24 @@ class UncoveredCode:
             hop: returns the hop that its code is on.
             is_loss: whether its loss runs. No recording runs that; it reads its source.
         """
-        kind = _OfLoss if is_loss else _Of
-        found = self.found.setdefault(microbatch, {})
-        return told(self._coverage, kind(found, self._coverage, hop))
+        kind, collecting = _OfLoss if is_loss else _Of, CollectingGarbage()
+        listener = kind(self.found.setdefault(microbatch, {}), self._coverage, hop, collecting)
+        with collecting, told(self._coverage, listener):
+            yield
 
 
 class _Of:
     """Listens for one micro-batch."""
 
     def __init__(
-        self, found: dict[Reached, Called | None], coverage: Coverage, hop: Callable[[], int]
+        self,
+        found: dict[Reached, Called | None],
+        coverage: Coverage,
+        hop: Callable[[], int],
+        collecting: CollectingGarbage,
     ) -> None:
         self._found, self._coverage, self._hop = found, coverage, hop
+        self._collecting = collecting
 
     def begins(self, frame: types.FrameType) -> None:
         code = frame.f_code
@@ -115,12 +123,14 @@ class _Of:
         module = self._coverage.method_of(frame)
         is_known = covered is not None and (hop, module) in covered.begun
         place = Reached(code, hop, None, module)
-        if not is_known and place not in self._found and not _is_by_chance(frame):
+        is_new = not (is_known or place in self._found or self._collecting.now)
+        if is_new and not _is_by_chance(frame):
             self._found[place] = _called(frame, hop)
 
     def reaches(self, code: types.CodeType, offset: int) -> None:
         covered, hop = self._coverage.found(code), self._hop()
-        if covered is not None and (hop, offset) not in covered.ran:
+        is_known = covered is None or (hop, offset) in covered.ran
+        if not (is_known or self._collecting.now):
             self._found[Reached(code, hop, offset)] = None
 
 

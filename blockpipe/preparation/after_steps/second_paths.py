@@ -72,7 +72,6 @@ class SecondPaths:
         unread = list[Reached]()
         for m in sorted(reached):
             places = [one for one in reached[m] if not one.is_in(coverage)]
-            left = [one for one in places if _has_no_source(one)]
             for undone, beside in _ways(changed, m, len(batches), reached[m]):
                 if not places:
                     break
@@ -86,9 +85,8 @@ class SecondPaths:
                     _judge(prepared, found, places, schedule, len(batches))
                     coverage.add(found.way.coverage)
                 places = [one for one in places if not one.is_in(coverage)]
-            left += places
-            unread += [one for one in left if not _is_read(one, coverage)]
-            for one in left:  # no later one comes to it either
+            unread += [one for one in places if not _is_read(one, coverage)]
+            for one in places:  # no later one comes to it either
                 one.add_to(coverage)
         if lines := _lines(unread):
             _doubt(lines)

@@ -33,13 +33,12 @@ def check_ways(known: Recording, found: Recording, schedule: ScheduleOption) -> 
     if known.way is not None and found.way is not None:
         for one in (known, *known.way.others):
             check_shared_state(_together(one, found), schedule)
+        found.way.let_go()
         known.way.others.append(found)
 
 
 def _together(one: Recording, other: Recording) -> Recording:
     """Return a recording with what two ways share."""
-    assert one.way is not None
-    assert other.way is not None
     tensors = {id(o.tensor()): o for o in one.outside if o.tensor is not None}
     outside = [
         _joined(o, tensors[id(o.tensor())])

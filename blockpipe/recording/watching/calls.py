@@ -14,7 +14,7 @@ from ..._torch.modes import is_in_transform
 from ..._torch.tensors import shape_of
 from ...crossing.microbatch_run import MicrobatchRun
 from ...crossing.tags import TAG, MicrobatchKey, Tag
-from ..calls import Call, Flow
+from ..calls import UNRETURNED, Call, Flow
 from ..recording import Recording
 from ..segments import Segments, inbound
 from .saved_tensors import Activations
@@ -199,7 +199,8 @@ class CallsUnderWay:
         """Note that a tensor is read that a call did not return, but left as state or in a list."""
         for call in tag.calls - tag.returned_by:
             if not call.under_way:
-                call.open(f"it makes a tensor that it does not return, read at {where}")
+                call.leaves_to.add(self._run.stage)
+                call.open(f"{UNRETURNED}, read at {where}")
 
     def read_ungiven(self, key: int, tensor: Tensor, tag: Tag, where: str) -> None:
         """Note that calls read a tensor that was made before them and did not come in by their

@@ -5,10 +5,13 @@ recorded ones have gone apart, and micro-batches of one step go both ways.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor, nn
 
 from ...._common.coverage.covered_code import Coverage
 from ...entries import GeneratorUse, SharedChange, TensorInfo
+from ...library_reads import LibraryReads
 from ...reads import NamesRead
 from ...recording import Recording
 from ..evaluation.members import ALL, Names, member_of
@@ -61,7 +64,7 @@ class Way:
     Attributes:
         coverage: the instructions of the user's code that it has run.
         known: the values.
-        reads: what the user's code reads.
+        reads: what the user's code reads; ``None``: it has let go of that.
         generators: the uses of each generator of the user's, by its number.
         may_leave: whether any code of the user's in reach may change anything for others.
         others: recordings of micro-batches of the same kind that have gone another way.
@@ -69,7 +72,7 @@ class Way:
 
     coverage: Coverage
     known: KnownValues
-    reads: NamesRead
+    reads: NamesRead | None
     generators: Mapping[int, GeneratorUse]
     may_leave: bool
     others: list[Recording] = field(default_factory=list)
@@ -79,24 +82,41 @@ class Way:
         self.coverage.add(other.coverage)
         self.known = self.known.joined(other.known.values)
 
+    def let_go(self) -> None:
+        """Keep no object of the user's: another way has its own, of which this one has the ids."""
+        if self.reads is None:
+            return
+        known, self.known = self.known, KnownValues({}, LibraryReads((), {}), fake=self.known.fake)
+        self.known.values = {
+            where: replace(value, owner=type(value.owner), held_by=None)
+            for where, value in known.values.items()
+            if not isinstance(value.key, Tensor | nn.Module)
+        }
+        self.reads = None
+
     def shared_with(self, other: Way, result: Recording) -> Iterator[SharedChange]:
         """Yield the values that one of two forwards sets and the other one reads, on another hop.
 
         Args:
-            other: of the other forward.
+            other: of the other forward, which has its objects still.
             result: its recording.
         """
-        both = self.known.joined(other.known.values)
-        both.ignored = {**self.known.ignored, **other.known.ignored}
-        alone = self.known, other.known
-        changed = {where for one in alone for where, v in one.values.items() if v.is_changed}
-        spaces = {space for space, _ in changed}
+        owners = {space: value.owner for (space, _), value in other.known.values.items()}
+        mine = other.known.joined({})
+        mine.values = {
+            where: replace(value, owner=owners[where[0]])
+            for where, value in self.known.values.items()
+            if where[0] in owners and type(owners[where[0]]) is value.owner
+        }
+        both, alone = other.known.joined(mine.values), (mine, other.known)
+        changed = {where[0] for one in alone for where, v in one.values.items() if v.is_changed}
+        assert other.reads is not None
         for where, value in both.values.items():
-            if where[0] not in spaces or where[0] in both.ignored:
+            if where[0] not in changed or where[0] in other.known.ignored:
                 continue
-            if any(_is_shared_in(one, where, self.reads, result) for one in alone):
+            if any(_is_shared_in(one, where, other.reads, result) for one in alone):
                 continue  # which has been judged
-            if (change := both.change_of(value, self.reads, result)) is not None:
+            if (change := both.change_of(value, other.reads, result)) is not None:
                 yield change
 
 
