@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from .recording import Recording
 from .watching.late.crossed_memory import CrossedMemory
@@ -50,6 +51,8 @@ def looked_at_twice(run: Callable[[bool], Recording], crossed: CrossedMemory) ->
     if first.way is None:
         first.way = second.way
     elif second.way is not None:
+        found = first.way.shared_with(second.way, replace(second, left_for_loss=[]))
+        before += [change for change in found if not change.settles]  # what is made once is not
         first.way.add(second.way)
     known = {change.what for change in first.shared_changes}
     first.shared_changes = before + [c for c in second.shared_changes if c.what not in known]

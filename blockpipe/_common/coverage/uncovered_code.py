@@ -103,6 +103,20 @@ class UncoveredCode:
         with collecting, told(self._coverage, listener):
             yield
 
+    @contextmanager
+    def noting_backward(self, microbatch: int, number: int) -> Iterator[None]:
+        """Note the same of a backward, which no recording runs either. What its forward has run may
+        run once more.
+
+        Args:
+            microbatch: whose backward runs.
+            number: that of the hop's backward.
+        """
+        collecting, found = CollectingGarbage(), self.found.setdefault(microbatch, {})
+        listener = _OfBackward(found, self._coverage, lambda: number, collecting)
+        with collecting, told(self._coverage, listener):
+            yield
+
 
 class _Of:
     """Listens for one micro-batch."""
@@ -143,6 +157,16 @@ class _OfLoss(_Of):
 
     def reaches(self, code: types.CodeType, offset: int) -> None:
         pass
+
+
+class _OfBackward(_OfLoss):
+    """Listens to one of its backwards."""
+
+    def begins(self, frame: types.FrameType) -> None:
+        code = frame.f_code
+        ran = self._coverage.found(code) is not None or any(r.code is code for r in self._found)
+        if not ran:
+            super().begins(frame)
 
 
 def _called(frame: types.FrameType, hop: int) -> Called:

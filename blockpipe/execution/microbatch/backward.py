@@ -1,11 +1,12 @@
 """One backward action of one micro-batch: recomputation, a hop's backward, or its second part."""
 
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 
 from ...crossing.microbatch_run import MicrobatchRun
 from ...devices.rng_streams import own_turn
 from ...devices.sanitizer import Sanitizer
+from ...recording.plain_values.values import back
 from ...schedules.schedule import Action
 from ...stages.cursor import Cursor, set_cursor
 from ..lanes.lane_threads import Abandoned
@@ -85,10 +86,17 @@ class MicrobatchBackward:
         else:
             if kind == "B" and self._state.kept is not None:
                 self._state.kept.needed(hop, m)
-            with _NOTHING if self.writes is None else self.writes.checked(action):
+            checked = _NOTHING if self.writes is None else self.writes.checked(action)
+            with checked, self._noting(action):
                 self._run_back(action, run)
         if self._observer is not None:
             self._observer.ends(kind, hop, m)
+
+    def _noting(self, action: Action) -> AbstractContextManager[None]:
+        """Note what autograd calls of the user's, in this thread, and nobody has read."""
+        if self._state.uncovered is None:
+            return _NOTHING
+        return self._state.uncovered.noting_backward(action.microbatch, back(action.hop))
 
     def _run_back(self, action: Action, run: MicrobatchRun) -> None:
         kind, hop, m = action

@@ -159,9 +159,32 @@ def _judge(
                 f"by now {call.path!r} has to be looked into: {call.opened}; set the gradients to "
                 "None and repeat the step, which is recorded anew"
             )
+        _check_recomputed(prepared, found)
     except StateError as error:
         _refuse(places, error)
     known.late_backwards += late
+
+
+def _check_recomputed(prepared: Prepared, found: Recording) -> None:
+    """Check that recomputation does the same once more, on a way that the recorded forward has not
+    gone. What that leaves for the next forward is compared by steps from then on.
+
+    Raises:
+        StateError: it does not.
+    """
+    known = prepared.recording
+    names = {value.name for value in known.carried}
+    known.carried += [value for value in found.carried if value.name not in names]
+    if not prepared.does_recompute or found.way is None or known.way is None:
+        return
+    ways = [known.way, *(one.way for one in known.way.others if one is not found)]
+    asks = any("is_recomputing" in one.code.co_names for one in found.way.coverage)
+    for line in () if asks else found.way.set_for_later(ways):
+        raise StateError(
+            f"the forward leaves something for the next one ({line}), and recomputation may set it "
+            "once more: ask blockpipe.is_recomputing() before it is set, or mark the module with "
+            "checkpoint=False"
+        )
 
 
 def _refuse(places: Sequence[Reached], error: StateError) -> NoReturn:

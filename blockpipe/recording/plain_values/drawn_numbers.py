@@ -27,6 +27,7 @@ from ..entries import GeneratorUse, SharedChange
 from .evaluation.expressions import Frame
 from .evaluation.members import UNKNOWN
 from .evaluation.still_frames import StillFrame
+from .remedies import OF_GENERATOR
 from .syntax.accesses import Access, calls_of
 from .syntax.uses import Use
 from .values import SharedValue, shared_change
@@ -62,7 +63,6 @@ _ASKS_STATE = frozenset(["get_state", "get_offset", "graphsafe_get_state", "clon
 _MAY_DRAW = "draws"  # code that has not run
 _TOLD = _SEEDS | _ASKS_STATE | {"initial_seed"}
 _OF_USER = "give each stage, and each backward, a generator of its own"
-_OF_FORWARDS = "give each stage a generator of its own, or draw the numbers before the forward"
 _OF_PROCESS = f"{_OF_USER}, or draw in the forward, and keep the numbers for the backward"
 
 
@@ -238,4 +238,4 @@ def draws_from(known: SharedValue, hop: int, line: str, calls: Iterable[Call | N
     """
     known.is_set(hop, line, () if isinstance(known.owner, torch.Generator) else calls)
     known.is_read(hop, line)
-    known.is_constant, known.remedy = False, _OF_FORWARDS
+    known.is_constant, known.remedy = False, OF_GENERATOR

@@ -30,6 +30,7 @@ OF_CHECKPOINT = (
     "torch.utils.checkpoint runs its function again in the backward: set the value outside of "
     "that function, and pass it to it as an argument"
 )
+OF_GENERATOR = "give each stage a generator of its own, or draw the numbers before the forward"
 OF_ARRAY = "the tensor that is made of it shares its memory: make a copy (torch.tensor)"
 
 

@@ -16,6 +16,7 @@ from ..calls import Call
 from ..entries import SharedChange
 from .evaluation.members import ALL, BY_NAME, UNKNOWN, member_of
 from .places import tensors_in
+from .remedies import OF_GENERATOR
 
 _MOST_MEMBERS = 256  # of a container; larger ones are compared by identity
 _Place = tuple[int, Any]  # an object by its id, and a name or key in it
@@ -69,6 +70,11 @@ class SharedValue:
         self.first_write = self.first_write or line
         self.lines.add(line)
         self.set_on.add(hop)
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether it is a random generator."""
+        return self.remedy == OF_GENERATOR
 
     @property
     def is_changed(self) -> bool:

@@ -4,7 +4,7 @@ recorded ones have gone apart, and micro-batches of one step go both ways.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
@@ -94,6 +94,22 @@ class Way:
         }
         self.reads = None
 
+    def set_for_later(self, others: Iterable[Way]) -> Iterator[str]:
+        """Yield the lines that set what a later forward finds, and that no other way sets, where
+        this one or another reads it.
+
+        Args:
+            others: the other ways.
+        """
+        others = [*others]
+        for where, value in self.known.values.items():
+            elsewhere = [v for way in others if (v := way.known.values.get(where)) is not None]
+            is_known = any(v.is_changed for v in elsewhere)
+            is_read = any(v.read_on for v in elsewhere)
+            is_found = bool(value.read_on) and (value.is_carried or value.is_drawn)
+            if value.is_changed and not is_known and (is_read or is_found):
+                yield value.first_write
+
     def shared_with(self, other: Way, result: Recording) -> Iterator[SharedChange]:
         """Yield the values that one of two forwards sets and the other one reads, on another hop.
 
@@ -101,13 +117,7 @@ class Way:
             other: of the other forward, which has its objects still.
             result: its recording.
         """
-        owners = {space: value.owner for (space, _), value in other.known.values.items()}
-        mine = other.known.joined({})
-        mine.values = {
-            where: replace(value, owner=owners[where[0]])
-            for where, value in self.known.values.items()
-            if where[0] in owners and type(owners[where[0]]) is value.owner
-        }
+        mine = self.known if self.reads is not None else self._with_objects_of(other.known)
         both, alone = other.known.joined(mine.values), (mine, other.known)
         changed = {where[0] for one in alone for where, v in one.values.items() if v.is_changed}
         assert other.reads is not None
@@ -118,6 +128,17 @@ class Way:
                 continue  # which has been judged
             if (change := both.change_of(value, other.reads, result)) is not None:
                 yield change
+
+    def _with_objects_of(self, other: KnownValues) -> KnownValues:
+        """Return the values of objects that another forward has as well."""
+        owners = {space: value.owner for (space, _), value in other.values.items()}
+        mine = other.joined({})
+        mine.values = {
+            where: replace(value, owner=owners[where[0]])
+            for where, value in self.known.values.items()
+            if where[0] in owners and type(owners[where[0]]) is value.owner
+        }
+        return mine
 
 
 def _is_shared_in(
