@@ -52,7 +52,7 @@ def looked_at_twice(run: Callable[[bool], Recording], crossed: CrossedMemory) ->
         first.way = second.way
     elif second.way is not None:
         found = first.way.shared_with(second.way, replace(second, left_for_loss=[]))
-        before += [change for change in found if not change.settles]  # what is made once is not
+        before += [c for c in found if not (c.settles and (first.fake or c.is_traced))]
         first.way.add(second.way)
     known = {change.what for change in first.shared_changes}
     first.shared_changes = before + [c for c in second.shared_changes if c.what not in known]

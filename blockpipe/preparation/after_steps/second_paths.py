@@ -173,13 +173,13 @@ def _check_recomputed(prepared: Prepared, found: Recording) -> None:
         StateError: it does not.
     """
     known = prepared.recording
-    names = {value.name for value in known.carried}
+    names, places = ({getattr(v, n) for v in known.carried} for n in ("name", "place"))
     known.carried += [value for value in found.carried if value.name not in names]
     if not prepared.does_recompute or found.way is None or known.way is None:
         return
     ways = [known.way, *(one.way for one in known.way.others if one is not found)]
     asks = any("is_recomputing" in one.code.co_names for one in found.way.coverage)
-    for line in () if asks else found.way.set_for_later(ways):
+    for line in () if asks else found.way.set_for_later(ways, places):
         raise StateError(
             f"the forward leaves something for the next one ({line}), and recomputation may set it "
             "once more: ask blockpipe.is_recomputing() before it is set, or mark the module with "

@@ -94,20 +94,22 @@ class Way:
         }
         self.reads = None
 
-    def set_for_later(self, others: Iterable[Way]) -> Iterator[str]:
-        """Yield the lines that set what a later forward finds, and that no other way sets, where
-        this one or another reads it.
+    def set_for_later(
+        self, others: Iterable[Way], compared: Container[tuple[int, object]]
+    ) -> Iterator[str]:
+        """Yield the lines that set what a later forward finds and reads, by this way or another.
 
         Args:
             others: the other ways.
+            compared: the places that steps compare: ids of objects, with keys.
         """
         others = [*others]
-        for where, value in self.known.values.items():
-            elsewhere = [v for way in others if (v := way.known.values.get(where)) is not None]
-            is_known = any(v.is_changed for v in elsewhere)
-            is_read = any(v.read_on for v in elsewhere)
-            is_found = bool(value.read_on) and (value.is_carried or value.is_drawn)
-            if value.is_changed and not is_known and (is_read or is_found):
+        for (space, key), value in self.known.values.items():
+            elsewhere = [way.known.values.get((space, key)) for way in others]
+            found = [v for v in (value, *elsewhere) if v is not None and v.read_on]
+            is_found = any(v.is_carried or v.is_drawn for v in found)
+            place = space, None if key is ALL else key
+            if value.is_changed and is_found and place not in compared:
                 yield value.first_write
 
     def shared_with(self, other: Way, result: Recording) -> Iterator[SharedChange]:
