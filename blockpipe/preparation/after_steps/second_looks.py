@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import types
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -37,6 +37,7 @@ from .ways import check_ways
 
 _log = logging.getLogger(__name__)
 _MOST = 16  # recordings for values; a guess
+_CONTAINERS = (dict, list, set, deque)
 
 
 class _Late(NamedTuple):
@@ -81,6 +82,7 @@ class SecondLooks:
         # By place: a change keeps its object alive, so that no other one gets the id.
         self._seen: dict[tuple[int, Hashable, bool], Change] = {}
         self._ahead: list[Change] = []  # of steps whose micro-batches could not mix
+        self._of_one_stage: dict[int, Any] = {}  # containers, by id
 
     def at_values(
         self,
@@ -122,16 +124,18 @@ class SecondLooks:
             except StateError as error:
                 self._ahead = []
                 _refuse(names, "set", error)
-            self._ahead = [change for change in self._ahead if not _is_known(change, found)]
+            left = [change for change in self._ahead if not _is_known(change, found)]
+            self._note_own([c for c in self._ahead if c not in left], known)
+            self._ahead = [change for change in left if not self._is_own(change)]
             if not self._ahead:
                 return
             latest = found
         # What was not there before, a forward may have made when it first needed it.
         before = (c for c in self._ahead if c.key is None or c.then is not UNSET)
-        left = [c for c in before if c.key is None or is_plain(c.then)]
+        late = [c for c in before if c.key is None or is_plain(c.then)]
         self._ahead = []
         if self._left >= 0:
-            self._note_late([self._late_value(change, latest) for change in left], latest)
+            self._note_late([self._late_value(change, latest) for change in late], latest)
 
     def at_code(
         self,
@@ -240,10 +244,31 @@ class SecondLooks:
             self._ahead = []
             raise
 
+    def _note_own(self, changes: Iterable[Change], known: Recording) -> None:
+        """Note the containers in which one stage alone sets and reads all that is known: another
+        key of data is that stage's as well."""
+        ways = [] if known.way is None else [known.way, *(one.way for one in known.way.others)]
+        for change in changes:
+            owner = change.holder.owner
+            hops = set[int]().union(*(way.hops_using(id(owner)) for way in ways))
+            stages = {known.stage_of(hop) for hop in hops if hop >= 0}
+            if isinstance(owner, _CONTAINERS) and len(stages) == 1 and min(hops) >= 0:
+                self._of_one_stage[id(owner)] = owner
+
+    def _is_own(self, change: Change) -> bool:
+        """Return whether a change is in such a container, or in one that is an entry of it."""
+        owner, held = change.holder.owner, self._of_one_stage
+        return id(owner) in held or any(
+            isinstance(one, dict) and any(member is owner for member in dict.values(one))
+            for one in held.values()
+        )
+
     def _is_new(self, change: Change, known: Recording) -> bool:
         where = id(change.holder.owner), change.key
         if isinstance(change.holder, ContentHolder) and where not in known.only_read:
             return False  # the caller's, or what a hook writes
+        if self._is_own(change):
+            return False
         # What a read has made may be set later.
         is_made = change.then is UNSET and isinstance(change.holder.owner, defaultdict)
         way = *where, is_made

@@ -417,3 +417,132 @@ def test_a_forward_that_leaves_nothing_is_not_traced(monkeypatch: pytest.MonkeyP
         pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
         pipe.forward_backward(wilds(), target=wilds(), loss_fn=F.mse_loss)
         assert bool(noted) is is_traced
+
+
+class Hooked(Hidden):
+    """A hook of a gradient reads it, by a method that the data choose."""
+
+    def of_calm(self) -> float:
+        return 1.0
+
+    def of_wild(self) -> float:
+        return self.get()
+
+    def forward(self, x: Tensor) -> Tensor:
+        name = "of_" + _named(bool(x.max() > 50))
+        with bp.Block(stage=0):
+            h = self.a(x)
+            self.put(self.get() + 1)
+        with bp.Block(stage=1):
+            h = h * 2
+            h.register_hook(lambda gradient: gradient * by_name(True, getattr(self, name)))
+            return self.b(h)
+
+
+def test_so_is_what_autograd_calls():
+    net = Hooked(lambda *_: None, "an entry")
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    x = wilds()
+    pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
+    with pytest.raises(StateError, match=r"in a backward|on hops \[0\]"):
+        pipe.forward_backward(wilds(2), target=wilds(2), loss_fn=F.mse_loss)
+
+
+class ByTurns(nn.Module):
+    """Of two forwards in a row, one sets what the other one reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.n, self.m, self.table = 0, 0, {"k": 1.0}
+
+    def keep(self) -> None:
+        self.table["k"] = 1.0 + self.n
+
+    def read(self) -> float:
+        return self.table["k"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            self.n += 1
+            by_name(self.n % 2 == 1, self.keep)
+            h = self.a(x)
+        with bp.Block(stage=1):
+            self.m += 1
+            return self.b(h) * (by_name(self.m % 2 == 0, self.read) or 1.0)
+
+
+def test_two_runs_of_a_recording_are_judged_together():
+    _raises_at(ByTurns(), wilds(), match=r"entry 'k' .*hops \[1\]")
+
+
+class Counting(nn.Module):
+    """Counts for wild data in a module that is recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.n = nn.Linear(4, 64), 0
+
+    def count(self) -> int:
+        self.n += 1
+        return self.n
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = self.wide(h * 0.1).tanh().exp()
+        return h / (1 + (by_name(bool(h.isnan().any()) or self.is_wild(h), self.count) or 0))
+
+    def is_wild(self, h: Tensor) -> bool:
+        return bool(h.max() > 2.7)
+
+
+def test_a_way_that_recomputation_would_not_bear_is_refused():
+    """It counts once more, and later micro-batches go on from there."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.middle, self.b = nn.Linear(4, 4), Counting(), nn.Linear(64, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with bp.Block(stage=0):
+                h = self.middle(self.a(x))
+            with bp.Block(stage=1):
+                return self.b(h)
+
+    _raises_at(Net(), wilds() * 0.1, wilds(2), match="recomput", checkpoint="always")
+
+
+class Histories(nn.Module):
+    """One stage alone keeps a history for each key of the data."""
+
+    def __init__(self, empty: Any) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.histories = collections.defaultdict[int, Any](empty)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x)
+        with bp.Block(stage=1):
+            output, key = self.b(h), int(x[0, 0] * 1000) % 30
+            if isinstance(self.histories[key], list):
+                self.histories[key].append(float(output.detach().mean()))
+                return output * (1 + sum(self.histories[key][-3:]))
+            self.histories[key] += float(output.detach().mean())
+            return output * (1 + self.histories[key])
+
+
+@pytest.mark.parametrize("empty", [list, float])
+def test_a_table_by_keys_of_data_that_one_stage_has_is_looked_at_once(
+    empty: Any, caplog: pytest.LogCaptureFixture
+):
+    """Each new key cost a recording, until a warning came that there are no more."""
+    net = Histories(empty)
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule="gpipe")
+    with caplog.at_level(logging.INFO, "blockpipe"):
+        for _ in range(10):
+            x = wilds()
+            found = pipe.forward_backward(x, target=x, loss_fn=F.mse_loss).loss
+            assert_close(found, plain_step(plain, (x,), {}, x, F.mse_loss, 4))
+    assert len([one for one in caplog.messages if one.startswith("recorded Histories")]) < 12

@@ -94,6 +94,13 @@ class Way:
         }
         self.reads = None
 
+    def hops_using(self, space: int) -> set[int]:
+        """Return the hops that use anything in an object, by its id; below zero for backwards."""
+        values = (value for (where, _), value in self.known.values.items() if where == space)
+        return set[int]().union(
+            *(v.set_on | v.read_on | v.counted_on | v.written_on | v.beside_on for v in values)
+        )
+
     def set_for_later(
         self, others: Iterable[Way], compared: Container[tuple[int, object]]
     ) -> Iterator[str]:
