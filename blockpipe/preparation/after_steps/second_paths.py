@@ -156,8 +156,8 @@ def _judge(
         check_backwards(late, prepared.schedule(schedule, microbatches))
         if (call := opened_since(known, found)) is not None:
             raise StateError(
-                f"by now {call.path!r} has to be looked into: {call.opened}; set the gradients to "
-                "None and repeat the step, which is recorded anew"
+                f"{call.path!r} has run sealed, and would have to be looked into on this way: "
+                f"{call.opened}; {_REMEDY}"
             )
         _check_recomputed(prepared, found)
     except StateError as error:
