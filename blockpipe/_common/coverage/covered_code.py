@@ -7,6 +7,8 @@ import functools
 import types
 from collections.abc import Iterable, Iterator, Mapping
 
+from torch import Tensor
+
 # They only move what a function has at hand, or build from it: nothing that another hop could see.
 _INSIDE = (
     *("CACHE", "NOP", "RESUME", "EXTENDED_ARG", "PRECALL", "KW_NAMES", "PUSH_NULL", "MAKE_"),
@@ -49,13 +51,13 @@ class CoveredCode:
         code: the same.
         effects: what :func:`effects_of` returns.
         ran: the hops and offsets of such instructions that have run.
-        begun: the hops on which it has begun, each with a module, by id, whose method it was;
-            0: it was no module's.
+        begun: the hops on which it has begun, each with the objects that it was given, by id, of
+            those that count.
     """
 
     def __init__(self, code: types.CodeType) -> None:
         self.code, self.effects = code, effects_of(code)
-        self.ran, self.begun = set[tuple[int, int]](), set[tuple[int, int]]()
+        self.ran, self.begun = set[tuple[int, int]](), set[tuple[int, tuple[int, ...]]]()
 
     def runs(self, offset: int, hop: int) -> None:
         """A recorded forward runs an instruction on a hop."""
@@ -66,6 +68,10 @@ class CoveredCode:
         """Take in what others have run."""
         self.ran |= other.ran
         self.begun |= other.begun
+
+    def stays_on(self, hop: int) -> bool:
+        """Return whether no instruction of it has run on another hop."""
+        return all(one == hop for one, _ in self.ran)
 
     def open(self) -> frozenset[int]:
         """Return the offsets of the instructions that have not run on each hop that it begins on:
@@ -98,15 +104,16 @@ class Coverage:
     """What forwards have run of all functions of the user's.
 
     Args:
-        modules: the model's modules. Which of them a method is of counts.
+        owners: the ids of the objects that count: which of them a function is given. They were
+            there before the forward.
 
     Attributes:
         version: grows with it.
         read: the code of functions whose source was read in place of a run.
     """
 
-    def __init__(self, modules: Iterable[object]) -> None:
-        self._modules = frozenset(map(id, modules))
+    def __init__(self, owners: Iterable[int]) -> None:
+        self._owners = frozenset(owners)
         self._of: dict[types.CodeType, CoveredCode] = {}  # what is compiled anew is equal
         self._by_id: dict[int, CoveredCode] = {}  # to hash a code takes long
         self.version, self.read = 0, set[types.CodeType]()
@@ -125,16 +132,17 @@ class Coverage:
         known = self._by_id.get(id(code))
         return known if known is not None and known.code is code else self._of.get(code)
 
-    def method_of(self, frame: types.FrameType) -> int:
-        """Return the module, by id, whose method a function is; 0: no module's."""
-        names = frame.f_code.co_varnames[:1]
-        owner = id(frame.f_locals.get("self")) if names == ("self",) else 0
-        return owner if owner in self._modules else 0
+    def given_to(self, frame: types.FrameType) -> tuple[int, ...]:
+        """Return the objects that count, by id, of those that a function is given."""
+        code, known = frame.f_code, frame.f_locals
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        given = [value for name in names if not isinstance(value := known.get(name), Tensor)]
+        return tuple([key for value in given if (key := id(value)) in self._owners])
 
     def begins(self, frame: types.FrameType, hop: int) -> CoveredCode:
         """A recorded forward begins to run a function on a hop."""
         covered = self.of(frame.f_code)
-        covered.begun.add((hop, self.method_of(frame)))
+        covered.begun.add((hop, self.given_to(frame)))
         return covered
 
     def add(self, others: Iterable[CoveredCode]) -> None:

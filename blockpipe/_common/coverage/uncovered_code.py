@@ -23,13 +23,13 @@ class Reached(NamedTuple):
         code: of its function.
         hop: on which it is reached.
         offset: of the instruction; ``None``: the function begins.
-        module: the module whose method begins, by id; 0: of none.
+        given: the objects, by id, that it is given, of those that count.
     """
 
     code: types.CodeType
     hop: int
     offset: int | None
-    module: int = 0
+    given: tuple[int, ...] = ()
 
     def is_in(self, coverage: Coverage) -> bool:
         """Return whether forwards have run it."""
@@ -37,14 +37,14 @@ class Reached(NamedTuple):
         if covered is None:
             return False
         if self.offset is None:
-            return (self.hop, self.module) in covered.begun
+            return (self.hop, self.given) in covered.begun
         return (self.hop, self.offset) in covered.ran
 
     def add_to(self, coverage: Coverage) -> None:
         """Have it count as if forwards had run it, and a function as a whole."""
         covered = CoveredCode(self.code)
         if self.offset is None:
-            covered.begun.add((self.hop, self.module))
+            covered.begun.add((self.hop, self.given))
         ran = covered.effects if self.offset is None else [self.offset]
         covered.ran.update((self.hop, offset) for offset in ran)
         coverage.add([covered])
@@ -134,9 +134,9 @@ class _Of:
     def begins(self, frame: types.FrameType) -> None:
         code = frame.f_code
         covered, hop = self._coverage.found(code), self._hop()
-        module = self._coverage.method_of(frame)
-        is_known = covered is not None and (hop, module) in covered.begun
-        place = Reached(code, hop, None, module)
+        given = self._coverage.given_to(frame)
+        is_known = covered is not None and (hop, given) in covered.begun
+        place = Reached(code, hop, None, given)
         is_new = not (is_known or place in self._found or self._collecting.now)
         if is_new and not _is_by_chance(frame):
             self._found[place] = _called(frame, hop)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import linecache
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import CodeType
 from typing import NoReturn
 
 from ..._common.callsite import users_line, warn
@@ -30,6 +32,7 @@ from .ways import check_ways
 
 _log = logging.getLogger(__name__)
 _MOST = 16  # recordings for code; a guess
+_MOST_GIVEN = 3  # kinds of arguments of a function on a hop; a guess
 _SHOWN = 3  # lines, in a warning
 _REMEDY = "give Pipeline a sample that takes this way, or use schedule='sequential'"
 
@@ -39,6 +42,7 @@ class SecondPaths:
 
     def __init__(self) -> None:
         self._left, self._seen = _MOST, set[Reached]()
+        self._given = defaultdict[tuple[CodeType, int], set[tuple[int, ...]]](set)
 
     def look(
         self,
@@ -71,8 +75,10 @@ class SecondPaths:
         coverage = way.coverage
         unread = list[Reached]()
         for m in sorted(reached):
-            places = [one for one in reached[m] if not one.is_in(coverage)]
-            for undone, beside in _ways(changed, m, len(batches), reached[m]):
+            places = [one for one in reached[m] if self._is_new(one, coverage)]
+            called = [called for called in reached[m].values() if called is not None]
+            beside = [one for one in called if _is_on_one_hop(one, coverage)]
+            for undone, read in _ways(changed, m, len(batches), beside):
                 if not places:
                     break
                 if not self._may_look(places):
@@ -80,7 +86,7 @@ class SecondPaths:
                     return ""
                 _log.info("recorded anew: micro-batch %d ran %s", m, _lines(places))
                 with RestoredWhole(*(change.undone() for change in undone)):
-                    found = _recorded(record, batches[m], beside)
+                    found = _recorded(record, batches[m], read)
                 if found is not None and found.way is not None:
                     _judge(prepared, found, places, schedule, len(batches))
                     coverage.add(found.way.coverage)
@@ -91,6 +97,16 @@ class SecondPaths:
         if lines := _lines(unread):
             _doubt(lines)
         return lines
+
+    def _is_new(self, place: Reached, coverage: Coverage) -> bool:
+        """Return whether no recording has run a place, nor the same function of some other objects:
+        of many experts, or of the statistics of many classes, those that come first are looked at.
+        """
+        if not place.is_in(coverage) and place.given:
+            self._given[place.code, place.hop] |= {place.given}
+            if len(self._given[place.code, place.hop]) > _MOST_GIVEN:
+                place.add_to(coverage)
+        return not place.is_in(coverage)
 
     def _may_look(self, places: Sequence[Reached]) -> bool:
         """Return whether there is a recording left; what was looked at once needs none, where the
@@ -194,8 +210,14 @@ def _refuse(places: Sequence[Reached], error: StateError) -> NoReturn:
     ) from None
 
 
+def _is_on_one_hop(called: Called, coverage: Coverage) -> bool:
+    """Return whether a function may be read as code of the hop that it has begun on."""
+    covered = coverage.found(called.function.__code__)
+    return covered is None or covered.stays_on(called.hop)
+
+
 def _ways(
-    changed: Sequence[Change], m: int, of: int, reached: CodeReached
+    changed: Sequence[Change], m: int, of: int, beside: list[Called]
 ) -> Iterator[tuple[list[Change], list[Called] | None]]:
     """Yield what to undo, so that a forward may go the way of a step's micro-batch. If it does not,
     functions come with it, to be looked at, and it runs on no fake tensors, by which it may turn.
@@ -204,12 +226,12 @@ def _ways(
         changed: what the step has changed.
         m: the micro-batch.
         of: their number.
-        reached: the code that its forward has reached.
+        beside: the functions.
     """
     # Numbers that have grown evenly are what they were then.
     undone = [change for each in changed if (change := _as_then(each, m, of)) is not None]
     yield undone, None
-    yield [], [called for called in reached.values() if called is not None]
+    yield [], beside
 
 
 def _as_then(change: Change, m: int, of: int) -> Change | None:

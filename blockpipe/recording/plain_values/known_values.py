@@ -189,7 +189,8 @@ class KnownValues:
         is_read = (space_of(BY_NAME), key) in self.values or any(
             self.libraries.asked_for(owner, key)
         )
-        known = self.at(owner, key) if known is None and is_read else known
+        if known is None and (is_read or has_entries):  # another way may read it
+            known = self.at(owner, ALL if key is None else key)
         if known is not None and not (known.is_traced and key is not None):
             known.set_on |= hops
             known.written_on |= hops

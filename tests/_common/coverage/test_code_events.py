@@ -50,7 +50,7 @@ def _covered(function: Any, *lines: int) -> Coverage:
     coverage, code = Coverage([]), function.__code__
     left = {_line(function, line) for line in lines}
     covered = coverage.of(code)
-    covered.begun.add((0, 0))
+    covered.begun.add((0, ()))
     covered.ran |= {(0, o) for o in covered.effects if line_of(code, o) not in left}
     return coverage
 
@@ -72,7 +72,7 @@ def test_an_instruction_that_has_not_run_is_told():
 def test_so_is_one_of_two_on_a_line():
     coverage, code = Coverage([]), _both_on_one_line.__code__
     covered = coverage.of(code)
-    covered.begun.add((0, 0))
+    covered.begun.add((0, ()))
     covered.ran |= {(0, offset) for offset in covered.effects if offset not in _of_entry(code)}
     assert covered.open_lines() is None
     assert _told_of(coverage, _both_on_one_line, 1).lines == []

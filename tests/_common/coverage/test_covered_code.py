@@ -52,7 +52,7 @@ def test_what_only_moves_a_functions_own_values_is_left_out():
 
 def test_what_has_run_on_one_hop_is_open_on_another():
     covered = CoveredCode(TURNS)
-    covered.begun |= {(0, 0), (1, 0)}
+    covered.begun |= {(0, ()), (1, ())}
     for offset in covered.effects:
         covered.runs(offset, 0)
     assert covered.open() == set(covered.effects)
@@ -64,7 +64,7 @@ def test_what_has_run_on_one_hop_is_open_on_another():
 
 def test_lines_tell_what_is_open_if_none_of_them_has_run_in_part():
     covered = CoveredCode(TURNS)
-    covered.begun.add((0, 0))
+    covered.begun.add((0, ()))
     inside = [o for o in covered.effects if _lines([o]) == {FIRST + 2}]
     for offset in covered.effects.keys() - {*inside}:
         covered.runs(offset, 0)
@@ -77,31 +77,31 @@ def test_lines_tell_what_is_open_if_none_of_them_has_run_in_part():
 def test_what_is_compiled_anew_is_known():
     first, second = (compile("n = f()", "<string>", "exec") for _ in range(2))
     coverage = Coverage([])
-    coverage.of(first).begun.add((0, 0))
+    coverage.of(first).begun.add((0, ()))
     found = coverage.found(second)
     assert first is not second
     assert found is not None
-    assert found.begun == {(0, 0)}
+    assert found.begun == {(0, ())}
 
 
-def test_a_method_is_one_modules_if_the_model_has_that():
+def test_which_objects_a_function_is_given_counts_if_they_were_there_before():
     owner, other = Owner(), Owner()
-    coverage = Coverage([owner])
-    assert coverage.method_of(_frame(owner.turns, 1)) == id(owner)
-    assert coverage.method_of(_frame(other.turns, 1)) == 0
-    assert coverage.method_of(_frame(lambda self: None, owner)) == id(owner)
-    assert coverage.method_of(_frame(lambda x: None, owner)) == 0
+    coverage = Coverage([id(owner)])
+    assert coverage.given_to(_frame(owner.turns, 1)) == (id(owner),)
+    assert coverage.given_to(_frame(other.turns, 1)) == ()
+    assert coverage.given_to(_frame(lambda x, y: None, 1, owner)) == (id(owner),)
+    assert coverage.given_to(_frame(lambda: None)) == ()
 
 
 def test_coverages_add_up():
     one, other = Coverage([]), Coverage([])
-    other.of(TURNS).begun.add((2, 0))
+    other.of(TURNS).begun.add((2, ()))
     other.of(TURNS).ran.add((2, 4))
     other.read.add(effects_of.__wrapped__.__code__)
     before = one.version
     one.add(other)
     assert one.version > before
-    assert [(c.code, c.begun, c.ran) for c in one] == [(TURNS, {(2, 0)}, {(2, 4)})]
+    assert [(c.code, c.begun, c.ran) for c in one] == [(TURNS, {(2, ())}, {(2, 4)})]
     assert one.read == {effects_of.__wrapped__.__code__}
 
 
@@ -120,6 +120,6 @@ def test_a_line_may_go_on_or_not():
 
     code = asserts.__code__
     covered = CoveredCode(code)
-    covered.begun.add((0, 0))
+    covered.begun.add((0, ()))
     assert covered.open()
     assert covered.open_lines() is None

@@ -36,7 +36,7 @@ def _reached(coverage: Coverage, hop: int, function: Any, *args: Any) -> list[Re
 
 
 def _covered(owner: Owner, hop: int, *args: Any) -> Coverage:
-    coverage = Coverage([owner])
+    coverage = Coverage([id(owner)])
     for one in _reached(coverage, hop, owner.turns, *args):
         one.add_to(coverage)
     return coverage
@@ -44,9 +44,9 @@ def _covered(owner: Owner, hop: int, *args: Any) -> Coverage:
 
 def test_a_function_that_has_not_begun_is_reached_once():
     owner = Owner()
-    found = _reached(Coverage([owner]), 1, lambda: [owner.turns(1) for _ in range(3)])
-    names = [(one.code.co_name, one.hop, one.offset, one.module) for one in found]
-    assert names.count(("turns", 1, None, id(owner))) == 1
+    found = _reached(Coverage([id(owner)]), 1, lambda: [owner.turns(1) for _ in range(3)])
+    names = [(one.code.co_name, one.hop, one.offset, one.given) for one in found]
+    assert names.count(("turns", 1, None, (id(owner),))) == 1
 
 
 def test_what_has_run_counts_for_its_hop_and_module():
@@ -56,16 +56,16 @@ def test_what_has_run_counts_for_its_hop_and_module():
     [on_another] = _reached(coverage, 1, owner.turns, 1)
     assert not on_another.is_in(coverage)
     assert (on_another.hop, on_another.offset) == (1, None)
-    other = Coverage([owner, sibling := Owner()])
+    other = Coverage([id(owner), id(sibling := Owner())])
     other.add(coverage)
     [of_another] = _reached(other, 0, sibling.turns, 1)
-    assert of_another.module == id(sibling)
+    assert of_another.given == (id(sibling),)
 
 
 def test_what_comes_behind_a_condition_is_reached():
     owner, coverage = Owner(), Coverage([])
     covered = coverage.of(Owner.turns.__code__)
-    covered.begun.add((0, 0))
+    covered.begun.add((0, ()))
     names = [one.code.co_name for one in _reached(coverage, 0, owner.turns, 2)]
     assert names[:1] == ["turns"]
     assert names[-1] == "other"
@@ -73,7 +73,7 @@ def test_what_comes_behind_a_condition_is_reached():
 
 def test_a_place_is_known_once_it_is_added():
     owner = Owner()
-    coverage = Coverage([owner])
+    coverage = Coverage([id(owner)])
     found = _reached(coverage, 0, owner.turns, 2)
     assert not any(one.is_in(coverage) for one in found)
     for one in found:

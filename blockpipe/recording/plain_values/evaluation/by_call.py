@@ -85,17 +85,23 @@ def asked_by_call(node: ast.expr, frame: Frame) -> Iterator[tuple[Any, Any]]:
     if asks_any_name(node):
         yield from ((one, ALL) for one in _without_telling(frame.evaluated(node.args[0])))
     for function, args in _called_by(node, frame):
-        yield from asked_of(function, args)
+        for owner, key in asked_of(function, args):
+            yield owner, key
+            yield from ((one, ALL) for one in _without_telling(owner))
     yield from _asked_by_layer(frame.evaluated(node.func))
 
 
 def _without_telling(owner: Any) -> Iterator[Any]:
     """Yield those of an object and its classes whose attributes may be read by names that data
-    choose, and of which no class tells while a step runs: a module's variables, classes, functions.
+    choose, and of which no class tells while a step runs: a module's variables, classes, functions,
+    and objects of libraries' classes.
     """
+    if owner is UNKNOWN:
+        return
+    is_told = is_users(type(owner).__module__) or isinstance(owner, type | nn.Module)
     if isinstance(owner, types.ModuleType):
         yield Names(vars(owner))
-    elif isinstance(owner, types.FunctionType):
+    elif not is_told:
         yield owner
     kinds = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
     yield from (kind for kind in kinds if is_users(kind.__module__))
