@@ -174,6 +174,7 @@ def test_an_interrupt_before_the_caller_waits_ends_the_threads(
     assert_recovers(net, plain, pipe, bomb)
 
 
+@pytest.mark.slow
 def test_threads_do_not_add_up_over_failures() -> None:
     """Twenty failed steps need no more threads than one."""
     bomb, net, plain, pipe = make("1f1b")
@@ -188,6 +189,7 @@ def test_threads_do_not_add_up_over_failures() -> None:
     assert_recovers(net, plain, pipe, bomb)
 
 
+@pytest.mark.slow
 def test_no_thread_is_busy_when_a_step_returns() -> None:
     """When forward_backward has returned, all its threads are idle: close() ends every one."""
     bomb, _, _, pipe = make("1f1b")

@@ -105,6 +105,7 @@ def test_random_programs_are_cut_as_planned_and_train_as_plain(
     assert difference(net, reference, loss, plain).same
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=examples(30), suppress_health_check=list(HealthCheck))
 @given(programs, st.integers(1, 4), st.booleans())
 def test_random_programs_need_the_memory_that_was_balanced(

@@ -94,6 +94,7 @@ def test_a_tensor_that_another_one_of_the_recording_has_is_no_leak():
     check_trains_alike(SetsAttribute())
 
 
+@pytest.mark.slow
 def test_frames_that_a_profiler_keeps_leave_nothing():
     """A thread that watches others kept what our own calls had in their variables for a moment."""
     kept: list[types.FrameType] = []
