@@ -394,19 +394,15 @@ def has_tensors(value: Any) -> bool:
     return any(True for _ in tensors_in(value))
 
 
-def makers_of(value: Any, *, constants: bool) -> set[int] | None:
+def makers_of(value: Any) -> set[int] | None:
     """Return the stages that made the tensors that a value carries; ``None`` if it carries none, or
-    one that does not say which micro-batch it is of.
-
-    Args:
-        value: the value.
-        constants: whether tables count that were computed from nothing of the micro-batch's.
-    """
+    one that does not say which micro-batch it is of. What was computed from no tensor counts, too:
+    a number that it was made of may follow from one."""
     found = [(tensor, getattr(tensor, TAG, None)) for tensor in tensors_in(value)]
     if not found or any(tag is None for _, tag in found):
         return None
-    newest = [latest(tensor, tag) for tensor, tag in found if tag is not None]
-    return {tag.stage for tensor, tag in newest if constants or not tag.is_constant(tensor)}
+    newest = [latest(tensor, tag)[1] for tensor, tag in found if tag is not None]
+    return {tag.stage for tag in newest}
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -129,7 +129,7 @@ class PendingWrites:
         if is_by_microbatch(pending.owner):
             return
         value = member_of(pending.owner, pending.key)
-        now, made_on = frozen(value), makers_of(value, constants=self._fake)
+        now, made_on = frozen(value), makers_of(value)
         if pending.apart is not None:
             pending.apart.sets((space_of(pending.owner), pending.key))
         known = self._known.at(pending.owner, pending.key)
