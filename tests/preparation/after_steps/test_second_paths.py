@@ -121,7 +121,7 @@ class Apart(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.a, self.b, self.kind = nn.Linear(4, 4), nn.Linear(4, 4), kind
-        self.table, self.scale = {"k": 1.0}, 1.0
+        self.table, self.scale, self.box = {"k": 1.0}, 1.0, collections.UserDict({"k": 1.0})
         self.register_buffer("mean", torch.zeros(4))
         self.generator = torch.Generator()
 
@@ -146,6 +146,12 @@ class Apart(nn.Module):
     def read_attribute(self) -> float:
         return self.scale
 
+    def set_container(self) -> None:
+        self.box.update(k=2.0)
+
+    def read_container(self) -> float:
+        return self.box.get("k", 1.0)
+
     def set_buffer(self) -> None:
         self.mean.add_(1)
 
@@ -159,7 +165,7 @@ class Apart(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("kind", ["entry", "attribute", "buffer", "generator"])
+@pytest.mark.parametrize("kind", ["entry", "attribute", "container", "buffer", "generator"])
 def test_forwards_that_go_several_ways_are_judged_together(kind: str, schedule: str):
     """The one that sets is right, and so is the one that reads."""
     torch.manual_seed(0)
