@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import functools
 import types
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor
@@ -19,6 +20,7 @@ _INSIDE = (
 )
 
 
+_PASSING = (Tensor, dict, list, set, tuple, deque, types.FunctionType, types.MethodType)
 _JUMPS = frozenset([*dis.hasjrel, *dis.hasjabs])
 
 
@@ -104,16 +106,16 @@ class Coverage:
     """What forwards have run of all functions of the user's.
 
     Args:
-        owners: the ids of the objects that count: which of them a function is given. They were
-            there before the forward.
+        owners: the objects that were there before the forward. Which of them a function is given
+            counts; not of containers and functions, which come and go, and another one gets the id.
 
     Attributes:
         version: grows with it.
         read: the code of functions whose source was read in place of a run.
     """
 
-    def __init__(self, owners: Iterable[int]) -> None:
-        self._owners = frozenset(owners)
+    def __init__(self, owners: Iterable[object]) -> None:
+        self._owners = {id(one): type(one) for one in owners if not isinstance(one, _PASSING)}
         self._of: dict[types.CodeType, CoveredCode] = {}  # what is compiled anew is equal
         self._by_id: dict[int, CoveredCode] = {}  # to hash a code takes long
         self.version, self.read = 0, set[types.CodeType]()
@@ -132,12 +134,17 @@ class Coverage:
         known = self._by_id.get(id(code))
         return known if known is not None and known.code is code else self._of.get(code)
 
+    def leave_out(self, owners: Iterable[object]) -> None:
+        """Have some objects not count: those of a batch, which the next one has others of."""
+        for owner in owners:
+            self._owners.pop(id(owner), None)
+
     def given_to(self, frame: types.FrameType) -> tuple[int, ...]:
         """Return the objects that count, by id, of those that a function is given."""
         code, known = frame.f_code, frame.f_locals
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        given = [value for name in names if not isinstance(value := known.get(name), Tensor)]
-        return tuple([key for value in given if (key := id(value)) in self._owners])
+        given = [known.get(name) for name in names]
+        return tuple([id(one) for one in given if self._owners.get(id(one)) is type(one)])
 
     def begins(self, frame: types.FrameType, hop: int) -> CoveredCode:
         """A recorded forward begins to run a function on a hop."""

@@ -130,7 +130,7 @@ class SharedValues:
         beside = noting, self.missed, self.untaken
         branches = MissedBranches(self.known, self.sizes, *beside, call=call, fake=fake)
         run = self.known, self._functions, self._pending, branches, hop
-        self.coverage = Coverage(self.lasting.first)
+        self.coverage = Coverage([*modules.values(), *(holder.owner for holder in holders)])
         self._code = TracedCode(*run, note, self.coverage)
         self._still: ApartRun | None = None  # code that is looked at, and does not run
 

@@ -144,12 +144,12 @@ def _watching_values(
     values = SharedValues(around, put_back, modules, *here, fake=fake, traces=traces)
     values.known.asked.turned = request.turned
     values.known.ignore(h.owner for h in request.modes if container_of(h.owner) is not None)
-    of_batch = made_in([*request.args, *request.kwargs.values()])
-    values.sizes.given(type(request.model).forward, (holder.owner for holder in of_batch))
+    of_batch = [one.owner for one in made_in([*request.args, *request.kwargs.values()])]
+    values.sizes.given(type(request.model).forward, of_batch)
+    values.coverage.leave_out(of_batch)
     values.on_read = ReadBeside(recorder.key, here[0], recorder.calls.with_arguments).found
     values.indices = IndexUses(request.on_index)
     values.missed.lasts = values.untaken.lasts = recorder.outlives
-
     itself: Any = weakref.proxy(recorder)  # a cycle would keep what the forward has made
     values.known.libraries.before_undone = partial(Recorder.look, itself)
     return values

@@ -86,11 +86,13 @@ def test_what_is_compiled_anew_is_known():
 
 def test_which_objects_a_function_is_given_counts_if_they_were_there_before():
     owner, other = Owner(), Owner()
-    coverage = Coverage([id(owner)])
+    coverage = Coverage([owner])
     assert coverage.given_to(_frame(owner.turns, 1)) == (id(owner),)
     assert coverage.given_to(_frame(other.turns, 1)) == ()
     assert coverage.given_to(_frame(lambda x, y: None, 1, owner)) == (id(owner),)
     assert coverage.given_to(_frame(lambda: None)) == ()
+    coverage.leave_out([owner])
+    assert coverage.given_to(_frame(owner.turns, 1)) == ()
 
 
 def test_coverages_add_up():

@@ -36,7 +36,7 @@ def _reached(coverage: Coverage, hop: int, function: Any, *args: Any) -> list[Re
 
 
 def _covered(owner: Owner, hop: int, *args: Any) -> Coverage:
-    coverage = Coverage([id(owner)])
+    coverage = Coverage([owner])
     for one in _reached(coverage, hop, owner.turns, *args):
         one.add_to(coverage)
     return coverage
@@ -44,7 +44,7 @@ def _covered(owner: Owner, hop: int, *args: Any) -> Coverage:
 
 def test_a_function_that_has_not_begun_is_reached_once():
     owner = Owner()
-    found = _reached(Coverage([id(owner)]), 1, lambda: [owner.turns(1) for _ in range(3)])
+    found = _reached(Coverage([owner]), 1, lambda: [owner.turns(1) for _ in range(3)])
     names = [(one.code.co_name, one.hop, one.offset, one.given) for one in found]
     assert names.count(("turns", 1, None, (id(owner),))) == 1
 
@@ -56,7 +56,7 @@ def test_what_has_run_counts_for_its_hop_and_module():
     [on_another] = _reached(coverage, 1, owner.turns, 1)
     assert not on_another.is_in(coverage)
     assert (on_another.hop, on_another.offset) == (1, None)
-    other = Coverage([id(owner), id(sibling := Owner())])
+    other = Coverage([owner, sibling := Owner()])
     other.add(coverage)
     [of_another] = _reached(other, 0, sibling.turns, 1)
     assert of_another.given == (id(sibling),)
@@ -73,7 +73,7 @@ def test_what_comes_behind_a_condition_is_reached():
 
 def test_a_place_is_known_once_it_is_added():
     owner = Owner()
-    coverage = Coverage([id(owner)])
+    coverage = Coverage([owner])
     found = _reached(coverage, 0, owner.turns, 2)
     assert not any(one.is_in(coverage) for one in found)
     for one in found:
