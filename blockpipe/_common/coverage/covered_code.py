@@ -146,11 +146,9 @@ class Coverage:
         given = [known.get(name) for name in names]
         return tuple([id(one) for one in given if self._owners.get(id(one)) is type(one)])
 
-    def begins(self, frame: types.FrameType, hop: int) -> CoveredCode:
+    def begins(self, frame: types.FrameType, hop: int) -> None:
         """A recorded forward begins to run a function on a hop."""
-        covered = self.of(frame.f_code)
-        covered.begun.add((hop, self.given_to(frame)))
-        return covered
+        self.of(frame.f_code).begun.add((hop, self.given_to(frame)))
 
     def add(self, others: Iterable[CoveredCode]) -> None:
         """Take in what other forwards have run."""

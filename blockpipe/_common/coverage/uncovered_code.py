@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 from torch import Tensor
@@ -87,10 +87,9 @@ class UncoveredCode:
         self._coverage = coverage
         self.found: dict[int, dict[Reached, Called | None]] = {}
 
-    @contextmanager
     def noting(
         self, microbatch: int, hop: Callable[[], int], *, is_loss: bool = False
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Note, while entered, what this thread's code reaches.
 
         Args:
@@ -98,13 +97,9 @@ class UncoveredCode:
             hop: returns the hop that its code is on.
             is_loss: whether its loss runs. No recording runs that; it reads its source.
         """
-        kind, collecting = _OfLoss if is_loss else _Of, CollectingGarbage()
-        listener = kind(self.found.setdefault(microbatch, {}), self._coverage, hop, collecting)
-        with collecting, told(self._coverage, listener):
-            yield
+        return self._noting(_OfLoss if is_loss else _Of, microbatch, hop)
 
-    @contextmanager
-    def noting_backward(self, microbatch: int, number: int) -> Iterator[None]:
+    def noting_backward(self, microbatch: int, number: int) -> AbstractContextManager[None]:
         """Note the same of a backward, which no recording runs either. What its forward has run may
         run once more.
 
@@ -112,8 +107,12 @@ class UncoveredCode:
             microbatch: whose backward runs.
             number: that of the hop's backward.
         """
-        collecting, found = CollectingGarbage(), self.found.setdefault(microbatch, {})
-        listener = _OfBackward(found, self._coverage, lambda: number, collecting)
+        return self._noting(_OfBackward, microbatch, lambda: number)
+
+    @contextmanager
+    def _noting(self, kind: type[_Of], microbatch: int, hop: Callable[[], int]) -> Iterator[None]:
+        collecting = CollectingGarbage()
+        listener = kind(self.found.setdefault(microbatch, {}), self._coverage, hop, collecting)
         with collecting, told(self._coverage, listener):
             yield
 
