@@ -12,6 +12,8 @@ from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 FOREIGN = (
     *(f"{name}." for name in ("torch", "threading", "logging", "multiprocessing", "concurrent")),
     *(f"{name}." for name in ("asyncio", "_io", "numpy", __name__.partition(".")[0])),
@@ -31,8 +33,8 @@ _PLAIN = frozenset(
 
 @functools.cache
 def is_users(module: str | None) -> bool:
-    """Whether a module is the user's own, and not the standard library's or an installed
-    package's."""
+    """Whether a module is the user's own, and not the standard library's, an installed package's or
+    that of a backend, which torch calls for its device."""
     if not isinstance(module, str | None):
         return False  # a class of Cython has a descriptor there
     package = (module or "").partition(".")[0]
@@ -40,7 +42,14 @@ def is_users(module: str | None) -> bool:
         return False
     file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
     is_installed = {"site-packages", "dist-packages"}.intersection(Path(file).parts)
-    return not is_installed and not f"{module}.".startswith(FOREIGN)
+    is_foreign = f"{module}.".startswith(FOREIGN) or module in _of_backends()
+    return not is_installed and not is_foreign
+
+
+def _of_backends() -> set[str]:
+    """Return the modules that the functions of the accelerator's module are from."""
+    functions = vars(torch.get_device_module()).values()
+    return {f.__globals__["__name__"] for f in functions if type(f) is types.FunctionType}
 
 
 def has_users_code(function: types.FunctionType) -> bool:

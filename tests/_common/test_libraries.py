@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import blockpipe as bp
-from blockpipe._common.libraries import has_users_code
+from blockpipe._common.libraries import has_users_code, is_users
 from blockpipe.errors import StateError
 
 from ..alike import DEVICE
@@ -157,3 +157,15 @@ def test_a_decorators_function_is_the_librarys():
     """``functools.wraps`` gives it the name and the module of the user's."""
     assert has_users_code(scaled)
     assert not has_users_code(torch.no_grad()(scaled))
+
+
+def test_a_backends_functions_are_no_users(monkeypatch):
+    """torch calls them for its device, wherever they are from: while one is developed, say."""
+    backend, module = types.ModuleType("my_backend"), types.ModuleType("torch.mine")
+    exec("def get_rng_state(device): ...", vars(backend))
+    module.get_rng_state = backend.get_rng_state
+    is_users.cache_clear()
+    assert is_users("my_backend")
+    is_users.cache_clear()
+    monkeypatch.setattr(torch, "get_device_module", lambda: module)
+    assert not is_users("my_backend")

@@ -36,39 +36,46 @@ class CodeListener(Protocol):
         """An instruction is about to run that has not run on each hop."""
 
 
-def _tracer(coverage: Coverage, local: dict[int, _Traced], listener: CodeListener) -> Any:
-    """Return a tracer. It is called for each function that begins, so that it has to be quick.
+class _Tracer:
+    """A tracer. It is called for each function that begins, so that it has to be quick; and is in no
+    cycle, for what its listener knows of has to go with it.
 
     Args:
         coverage: what is known.
         local: what it has found of functions by the id of their code, which threads share.
         listener: is told.
     """
-    find, begins, reaches = local.get, listener.begins, listener.reaches
 
-    def goes_on(frame: types.FrameType, event: str, argument: object) -> Any:
-        how, offset = local[id(frame.f_code)][1], frame.f_lasti
-        if event == "line":
-            if offset in how:
-                reaches(frame.f_code, how[offset])
-        elif event == "opcode" and offset in how:
-            reaches(frame.f_code, offset)
-        return goes_on
+    __slots__ = ("_begins", "_coverage", "_find", "_local", "_reaches")
 
-    def called(frame: types.FrameType, event: str, argument: object) -> Any:
-        known = find(id(frame.f_code))
+    def __init__(
+        self, coverage: Coverage, local: dict[int, _Traced], listener: CodeListener
+    ) -> None:
+        self._coverage, self._local, self._find = coverage, local, local.get
+        self._begins, self._reaches = listener.begins, listener.reaches
+
+    def called(self, frame: types.FrameType, event: str, argument: object) -> Any:
+        """A function begins."""
+        known = self._find(id(frame.f_code))
         if known is None or known[0] is not frame.f_code:
-            known = local[id(frame.f_code)] = frame.f_code, _how(frame, coverage)
+            known = self._local[id(frame.f_code)] = frame.f_code, _how(frame, self._coverage)
         if (how := known[1]) is None:
             return None
-        begins(frame)
+        self._begins(frame)
         if how is True:
             return None
         by_line = isinstance(how, dict)
         frame.f_trace_opcodes, frame.f_trace_lines = not by_line, by_line
-        return goes_on
+        return self._goes_on
 
-    return called
+    def _goes_on(self, frame: types.FrameType, event: str, argument: object) -> Any:
+        how, offset = self._local[id(frame.f_code)][1], frame.f_lasti
+        if event == "line":
+            if offset in how:
+                self._reaches(frame.f_code, how[offset])
+        elif event == "opcode" and offset in how:
+            self._reaches(frame.f_code, offset)
+        return self._goes_on
 
 
 def _how(frame: types.FrameType, coverage: Coverage) -> Any:
@@ -181,7 +188,7 @@ def told(coverage: Coverage, listener: CodeListener) -> Iterator[None]:
     elif sys.gettrace() is not None:
         yield
     else:
-        ours = _tracer(coverage, local, listener)
+        ours = _Tracer(coverage, local, listener).called
         sys.settrace(ours)
         try:
             yield

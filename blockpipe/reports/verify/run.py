@@ -196,12 +196,22 @@ class Verifier:
                 watching = None if watch is None else watch(self.preparer.model)
                 return self.pipelined(watching), watching
         with self.preserved.run():
-            model, *losses = [moved_copy(module, self.device) for module in self.modules]
-            watching = None if watch is None else watch(model)
-            with ExitStack() as stack:
-                if watching is not None:
-                    stack.enter_context(watching.watching())
-                return self._run_plain(model, *losses), watching
+            return self._run_moved(self.device, watch)
+
+    def _run_moved(
+        self,
+        device: torch.device,
+        watch: Callable[[nn.Module], CallWatch] | None = None,
+        chunks: int | None = None,
+    ) -> tuple[Outcome, Any]:
+        """Run it on copies of the modules. They end with it, before what their end may change is put
+        back."""
+        model, *losses = [moved_copy(module, device) for module in self.modules]
+        watching = None if watch is None else watch(model)
+        with ExitStack() as stack:
+            if watching is not None:
+                stack.enter_context(watching.watching())
+            return self._run_plain(model, *losses, chunks=chunks), watching
 
     def _given(self, device: torch.device | None) -> tuple[Any, Any, Any, dict[str, Tensor]]:
         """Return copies of the arguments for a run, and those of them that need gradients.
@@ -245,8 +255,7 @@ class Verifier:
             with self._uncut(chunks=1):
                 return self.pipelined()
         with self.preserved.run():
-            moved = [moved_copy(module, self.device) for module in self.modules]
-            return self._run_plain(*moved, chunks=1)
+            return self._run_moved(self.device, chunks=1)[0]
 
     @contextmanager
     def anew(self) -> Iterator[None]:

@@ -1,10 +1,12 @@
 """What Python tells of the code that a thread runs."""
 
 import dis
+import gc
 import itertools
 import sys
 import threading
 import types
+import weakref
 from typing import Any
 
 import pytest
@@ -120,6 +122,16 @@ def test_it_is_over_at_the_end():
     _apart(2)
     assert (listener.begun, listener.lines) == ([], [])
     assert sys.gettrace() is None
+
+
+def test_nothing_of_it_is_left_for_the_collector():
+    """What a listener knows of is a micro-batch's, with its tensors."""
+    gc.disable()
+    try:
+        gone = weakref.ref(_told_of(_covered(_apart, 2), _apart, 2))
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_an_error_ends_it():
