@@ -37,8 +37,8 @@ class CodeListener(Protocol):
 
 
 class _Tracer:
-    """A tracer. It is called for each function that begins, so that it has to be quick; and is in no
-    cycle, for what its listener knows of has to go with it.
+    """A tracer. It is called for each function that begins, so that it has to be quick; and is
+    in no cycle, for what its listener knows of has to go with it.
 
     Args:
         coverage: what is known.

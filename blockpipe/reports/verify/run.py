@@ -204,8 +204,8 @@ class Verifier:
         watch: Callable[[nn.Module], CallWatch] | None = None,
         chunks: int | None = None,
     ) -> tuple[Outcome, Any]:
-        """Run it on copies of the modules. They end with it, before what their end may change is put
-        back."""
+        """Run it on copies of the modules: they end with it, before what their end may change is
+        put back."""
         model, *losses = [moved_copy(module, device) for module in self.modules]
         watching = None if watch is None else watch(model)
         with ExitStack() as stack:
