@@ -263,11 +263,16 @@ class KnownValues:
 
     def joined(self, others: Mapping[_Where, SharedValue]) -> KnownValues:
         """Return these values with others, by place, of the same places too."""
-        both = KnownValues(self.paths, self.libraries, fake=self.fake)
-        both.values = {**self.values, **others}
+        both = {**self.values, **others}
         for where in self.values.keys() & others.keys():
-            both.values[where] = self.values[where].joined(others[where])
-        return both
+            both[where] = self.values[where].joined(others[where])
+        return self.with_values(both)
+
+    def with_values(self, values: dict[_Where, SharedValue]) -> KnownValues:
+        """Return a forward's other values, by place."""
+        others = KnownValues(self.paths, self.libraries, fake=self.fake)
+        others.values = values
+        return others
 
     def change_of(
         self, known: SharedValue, reads: NamesRead, result: Recording

@@ -141,13 +141,12 @@ class Way:
     def _with_objects_of(self, other: KnownValues) -> KnownValues:
         """Return the values of objects that another forward has as well."""
         owners = {space: value.owner for (space, _), value in other.values.items()}
-        mine = other.joined({})
-        mine.values = {
+        mine = {
             where: replace(value, owner=owners[where[0]])
             for where, value in self.known.values.items()
             if where[0] in owners and type(owners[where[0]]) is value.owner
         }
-        return mine
+        return other.with_values(mine)
 
 
 def _is_shared_in(
@@ -164,11 +163,11 @@ def lasting_in(known: KnownValues, first: Container[int]) -> KnownValues:
         known: its values.
         first: the ids of the objects that were there before.
     """
-    lasting = known.joined({})
-    lasting.ignored = known.ignored
-    lasting.values = {
+    lasting = {
         where: value
         for where, value in known.values.items()
         if isinstance(value.owner, Names | type) or space_of(value.owner) in first
     }
-    return lasting
+    found = known.with_values(lasting)
+    found.ignored = known.ignored
+    return found
