@@ -7,15 +7,15 @@ from typing import Any
 
 
 class CollectingGarbage:
-    """Notice, while entered, when this thread collects garbage.
-
-    Attributes:
-        now: whether it does.
-    """
+    """Notice, while entered, which threads collect garbage."""
 
     def __init__(self) -> None:
-        self.now = False
-        self._thread = threading.get_ident()
+        self._threads = set[int]()
+
+    @property
+    def now(self) -> bool:
+        """Whether this thread collects garbage."""
+        return bool(self._threads) and threading.get_ident() in self._threads
 
     def __enter__(self) -> None:
         gc.callbacks.append(self._ends)  # first: garbage may be collected right here
@@ -27,9 +27,9 @@ class CollectingGarbage:
                 gc.callbacks.remove(callback)
 
     def _begins(self, phase: str, _: dict[str, Any]) -> None:
-        if phase == "start" and threading.get_ident() == self._thread:
-            self.now = True
+        if phase == "start":
+            self._threads.add(threading.get_ident())
 
     def _ends(self, phase: str, _: dict[str, Any]) -> None:
-        if phase == "stop" and threading.get_ident() == self._thread:
-            self.now = False
+        if phase == "stop":
+            self._threads.discard(threading.get_ident())

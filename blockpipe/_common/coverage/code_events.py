@@ -12,10 +12,13 @@ import threading
 import types
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
+import torch
+
 from ..libraries import is_users
+from .autograd_threads import also_in_autograds, of_caller, trace_autograds
 from .covered_code import Coverage
 
 _monitoring: Any = getattr(sys, "monitoring", None)
@@ -23,6 +26,7 @@ IS_FREE = _monitoring is not None
 """Whether it slows nothing down."""
 _NAME = __name__.partition(".")[0]
 _Traced = tuple[types.CodeType, Any]
+_NOTHING = nullcontext()
 _TOOLS = (3, 4)  # the numbers that are for none in particular
 
 
@@ -150,7 +154,7 @@ class _Monitor:
         frame = sys._getframe(1)
         if not is_users(frame.f_globals.get("__name__")):
             return _monitoring.DISABLE
-        if (listener := self._here.listener) is not None:
+        if (listener := self._here.listener or of_caller()) is not None:
             listener.begins(frame)
         return None
 
@@ -158,7 +162,7 @@ class _Monitor:
         known = self._open.get(id(code))
         if known is None or offset not in known[1]:
             return _monitoring.DISABLE
-        if (listener := self._here.listener) is not None:
+        if (listener := self._here.listener or of_caller()) is not None:
             listener.reaches(code, offset)
         return None
 
@@ -169,13 +173,16 @@ _followed = weakref.WeakKeyDictionary[Coverage, tuple[int, dict[int, _Traced]]](
 
 
 @contextmanager
-def told(coverage: Coverage, listener: CodeListener) -> Iterator[None]:
+def told(
+    coverage: Coverage, listener: CodeListener, device: torch.device | None = None
+) -> Iterator[None]:
     """Tell a listener of this thread's code, while entered. Where somebody traces the thread, as a
     debugger does, a tracer of ours would end that, so that nobody is told.
 
     Args:
         coverage: of what recorded forwards have run.
         listener: is told of what this has not.
+        device: an accelerator, whose part of a backward a thread of autograd's runs meanwhile.
     """
     version, local = _followed.get(coverage, (-1, {}))
     if version != coverage.version:
@@ -183,15 +190,18 @@ def told(coverage: Coverage, listener: CodeListener) -> Iterator[None]:
         if IS_FREE:
             _monitor.watch(coverage)
     if IS_FREE:
-        with _monitor.told(listener):
+        with _monitor.told(listener), _NOTHING if device is None else also_in_autograds(listener):
             yield
     elif sys.gettrace() is not None:
         yield
     else:
         ours = _Tracer(coverage, local, listener).called
+        if device is not None:
+            trace_autograds(device)
         sys.settrace(ours)
         try:
-            yield
+            with _NOTHING if device is None else also_in_autograds(ours):
+                yield
         finally:
             if sys.gettrace() is ours:
                 sys.settrace(None)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..._torch.compiler import is_compilers
@@ -99,21 +100,31 @@ class UncoveredCode:
         """
         return self._noting(_OfLoss if is_loss else _Of, microbatch, hop)
 
-    def noting_backward(self, microbatch: int, number: int) -> AbstractContextManager[None]:
+    def noting_backward(
+        self, microbatch: int, number: int, device: torch.device
+    ) -> AbstractContextManager[None]:
         """Note the same of a backward, which no recording runs either. What its forward has run may
         run once more.
 
         Args:
             microbatch: whose backward runs.
             number: that of the hop's backward.
+            device: on which its operations run.
         """
-        return self._noting(_OfBackward, microbatch, lambda: number)
+        apart = None if device.type == "cpu" else device
+        return self._noting(_OfBackward, microbatch, lambda: number, apart)
 
     @contextmanager
-    def _noting(self, kind: type[_Of], microbatch: int, hop: Callable[[], int]) -> Iterator[None]:
+    def _noting(
+        self,
+        kind: type[_Of],
+        microbatch: int,
+        hop: Callable[[], int],
+        device: torch.device | None = None,
+    ) -> Iterator[None]:
         collecting = CollectingGarbage()
         listener = kind(self.found.setdefault(microbatch, {}), self._coverage, hop, collecting)
-        with collecting, told(self._coverage, listener):
+        with collecting, told(self._coverage, listener, device):
             yield
 
 

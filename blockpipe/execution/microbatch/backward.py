@@ -87,16 +87,17 @@ class MicrobatchBackward:
             if kind == "B" and self._state.kept is not None:
                 self._state.kept.needed(hop, m)
             checked = _NOTHING if self.writes is None else self.writes.checked(action)
-            with checked, self._noting(action):
+            with checked, self._noting(action, stage):
                 self._run_back(action, run)
         if self._observer is not None:
             self._observer.ends(kind, hop, m)
 
-    def _noting(self, action: Action) -> AbstractContextManager[None]:
-        """Note what autograd calls of the user's, in this thread, and nobody has read."""
+    def _noting(self, action: Action, stage: int) -> AbstractContextManager[None]:
+        """Note what autograd calls of the user's and nobody has read."""
         if self._state.uncovered is None:
             return _NOTHING
-        return self._state.uncovered.noting_backward(action.microbatch, back(action.hop))
+        device = self._state.request.prepared.devices[stage]
+        return self._state.uncovered.noting_backward(action.microbatch, back(action.hop), device)
 
     def _run_back(self, action: Action, run: MicrobatchRun) -> None:
         kind, hop, m = action

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,6 +22,7 @@ from blockpipe.preparation.after_steps import second_paths
 
 from ...parity import assert_same_gradients, plain_step
 from ...stage_devices import assert_close, stages
+from .wild import by_name, named, raises_at, wilds
 
 TABLE = {"k": 1.0}
 SPACE = types.SimpleNamespace(k=1.0)
@@ -36,14 +36,6 @@ def by_reduce(wild: bool, act: Any) -> Any:
     return functools.reduce(lambda _, f: f(), [lambda: None, act][: 1 + wild], None)
 
 
-def by_name(wild: bool, act: Any) -> Any:
-    return getattr(types.SimpleNamespace(calm=lambda: None, wild=act), _named(wild))()
-
-
-def _named(wild: bool) -> str:
-    return ["calm", "wild"][wild]
-
-
 def by_assert(wild: bool, act: Any) -> Any:
     try:
         assert not wild, act()
@@ -53,7 +45,7 @@ def by_assert(wild: bool, act: Any) -> Any:
 
 def by_bus(wild: bool, act: Any) -> Any:
     bus = {"wild": [act]}
-    return [handler() for handler in bus.get(_named(wild), ())][-1:]
+    return [handler() for handler in bus.get(named(wild), ())][-1:]
 
 
 WAYS = [by_missing, by_reduce, by_name, by_assert, by_bus]
@@ -61,14 +53,6 @@ PLACES: dict[str, tuple[Callable[[], float], Callable[[float], Any]]] = {
     "an entry": (lambda: TABLE["k"], lambda v: TABLE.__setitem__("k", v)),
     "an attribute": (lambda: SPACE.k, lambda v: setattr(SPACE, "k", v)),
 }
-
-
-def wilds(*microbatches: int, rows: int = 8) -> Tensor:
-    """A batch of four micro-batches, some of them with large values."""
-    x = torch.randn(rows, 4)
-    for m in microbatches:
-        x[m * rows // 4] += 100
-    return x
 
 
 class Hidden(nn.Module):
@@ -103,80 +87,6 @@ def test_what_the_source_does_not_tell_is_found_when_it_runs(way: Any, place: st
         pipe.forward_backward(x := wilds(2), target=x, loss_fn=F.mse_loss)
 
 
-def _raises_at(net: nn.Module, *batches: Tensor, match: str, **options: Any) -> None:
-    """All but the last one are right."""
-    plain = copy.deepcopy(net)
-    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, **options)
-    *before, last = batches
-    for x in before:
-        found = pipe.forward_backward(x, target=x, loss_fn=F.mse_loss).loss
-        assert_close(found, plain_step(plain, (x,), {}, x, F.mse_loss, 4))
-    with pytest.raises(StateError, match=match):
-        pipe.forward_backward(last, target=last, loss_fn=F.mse_loss)
-
-
-class Apart(nn.Module):
-    """Wild micro-batches set what very wild ones read, and none does both."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.a, self.b, self.kind = nn.Linear(4, 4), nn.Linear(4, 4), kind
-        self.table, self.scale, self.box = {"k": 1.0}, 1.0, collections.UserDict({"k": 1.0})
-        self.register_buffer("mean", torch.zeros(4))
-        self.generator = torch.Generator()
-
-    def forward(self, x: Tensor) -> Tensor:
-        at = int(x.max() / 50)
-        with bp.Block(stage=0):
-            by_name(at == 2, getattr(self, f"set_{self.kind}"))
-            h = self.a(x)
-        with bp.Block(stage=1):
-            by_name(at > 2, getattr(self, f"read_{self.kind}"))
-            return self.b(h)
-
-    def set_entry(self) -> None:
-        self.table["k"] = 2.0
-
-    def read_entry(self) -> float:
-        return self.table["k"]
-
-    def set_attribute(self) -> None:
-        self.scale = 2.0
-
-    def read_attribute(self) -> float:
-        return self.scale
-
-    def set_container(self) -> None:
-        self.box.update(k=2.0)
-
-    def read_container(self) -> float:
-        return self.box.get("k", 1.0)
-
-    def set_buffer(self) -> None:
-        self.mean.add_(1)
-
-    def read_buffer(self) -> Tensor:
-        return self.mean * 2
-
-    def set_generator(self) -> None:
-        torch.rand(1, generator=self.generator)
-
-    read_generator = set_generator
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("kind", ["entry", "attribute", "container", "buffer", "generator"])
-def test_forwards_that_go_several_ways_are_judged_together(kind: str, schedule: str):
-    """The one that sets is right, and so is the one that reads."""
-    torch.manual_seed(0)
-    both = wilds(1, 2)
-    both[4] += 100
-    net = Apart(kind)
-    if kind == "generator":
-        net.generator.manual_seed(0)
-    _raises_at(net, wilds(), both, match=r"hops \[0, 1\]|on hops \[1\]", schedule=schedule)
-
-
 class Counts(nn.Module):
     """In the seventh forward, something is read: no micro-batch of the step comes to it again."""
 
@@ -206,7 +116,7 @@ class Counts(nn.Module):
 def test_what_follows_from_a_count_is_found_too(grows: str):
     """The number is what it was then. For what the list led to, the source of the function is
     read."""
-    _raises_at(Counts(True, grows), wilds(), wilds(), match=r"has run .*reads it on hops \[1\]")
+    raises_at(Counts(True, grows), wilds(), wilds(), match=r"has run .*reads it on hops \[1\]")
 
 
 @pytest.mark.parametrize("grows", ["a number", "a list"])
@@ -242,7 +152,7 @@ class Terms(nn.Module):
         return F.mse_loss(output, target) * self.term(target)()
 
     def term(self, target: Tensor) -> Any:
-        return getattr(self, "of_" + _named(bool(target.max() > 50)))
+        return getattr(self, "of_" + named(bool(target.max() > 50)))
 
 
 def test_so_is_what_the_loss_comes_to():
@@ -286,7 +196,7 @@ def test_what_fake_tensors_cannot_tell_is_asked_of_real_ones(asks: Any):
     """The recording took the way of the error that the forward catches."""
     net = Catches(asks)
     assert bp.record(net, wilds()).why_real is not None
-    _raises_at(net, wilds(), match=r"reads it on hops \[1\]")
+    raises_at(net, wilds(), match=r"reads it on hops \[1\]")
 
 
 def test_what_only_lanes_run_is_looked_at_once():
@@ -435,7 +345,7 @@ class Hooked(Hidden):
         return self.get()
 
     def forward(self, x: Tensor) -> Tensor:
-        name = "of_" + _named(bool(x.max() > 50))
+        name = "of_" + named(bool(x.max() > 50))
         with bp.Block(stage=0):
             h = self.a(x)
             self.put(self.get() + 1)
@@ -452,70 +362,6 @@ def test_so_is_what_autograd_calls():
     pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
     with pytest.raises(StateError, match=r"in a backward|on hops \[0\]"):
         pipe.forward_backward(wilds(2), target=wilds(2), loss_fn=F.mse_loss)
-
-
-class ByTurns(nn.Module):
-    """Of two forwards in a row, one sets what the other one reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.n, self.m, self.table = 0, 0, {"k": 1.0}
-
-    def keep(self) -> None:
-        self.table["k"] = 1.0 + self.n
-
-    def read(self) -> float:
-        return self.table["k"]
-
-    def forward(self, x: Tensor) -> Tensor:
-        with bp.Block(stage=0):
-            self.n += 1
-            by_name(self.n % 2 == 1, self.keep)
-            h = self.a(x)
-        with bp.Block(stage=1):
-            self.m += 1
-            return self.b(h) * (by_name(self.m % 2 == 0, self.read) or 1.0)
-
-
-def test_two_runs_of_a_recording_are_judged_together():
-    _raises_at(ByTurns(), wilds(), match=r"entry 'k' .*hops \[1\]")
-
-
-class Counting(nn.Module):
-    """Counts for wild data in a module that is recomputed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide, self.n = nn.Linear(4, 64), 0
-
-    def count(self) -> int:
-        self.n += 1
-        return self.n
-
-    def forward(self, h: Tensor) -> Tensor:
-        h = self.wide(h * 0.1).tanh().exp()
-        return h / (1 + (by_name(bool(h.isnan().any()) or self.is_wild(h), self.count) or 0))
-
-    def is_wild(self, h: Tensor) -> bool:
-        return bool(h.max() > 2.7)
-
-
-def test_a_way_that_recomputation_would_not_bear_is_refused():
-    """It counts once more, and later micro-batches go on from there."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.middle, self.b = nn.Linear(4, 4), Counting(), nn.Linear(64, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            with bp.Block(stage=0):
-                h = self.middle(self.a(x))
-            with bp.Block(stage=1):
-                return self.b(h)
-
-    _raises_at(Net(), wilds() * 0.1, wilds(2), match="recomput", checkpoint="always")
 
 
 class Histories(nn.Module):
