@@ -94,7 +94,7 @@ class StepState:
             self._trained = LeftTrained(request.prepared, schedule)
         recording = request.prepared.recording
         is_new = differentiable and len(microbatches) > 1 and not request.prepared.has_compared
-        if request.prepared.steps == 0 or is_new or recording.leaves_state:
+        if request.prepared.steps == 0 or is_new or recording.may_recompute_otherwise:
             self.context.comparisons = Comparisons()
             self.context.carried_values = _carried_by(request.prepared)
         self.uncovered: UncoveredCode | None = None

@@ -6,7 +6,7 @@ Reads as the flow does: record → plan → place.
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from .._common.callsite import users_line, warn
-from .._common.coverage.uncovered_code import CodeReached
 from .._common.nested import leaves
 from .._common.text import bytes_text
 from .._common.threads.model_turns import alone_recording
@@ -36,6 +35,7 @@ from ..weights.accelerate_hooks import AccelerateHooks
 from ..weights.materialize import PendingValues
 from ..weights.placement import Fingerprint, Placement
 from .after_steps.second_looks import SecondLooks, changes_of_modes
+from .after_steps.step_notes import StepNotes
 from .batch_norm.deferred import DeferredBatchNorm
 from .offloaded import offloaded_stages
 from .options import PipelineOptions, check_plan
@@ -44,7 +44,7 @@ from .schedule_choice import lanes_of
 from .sealed_forwards import SealedForwards
 from .shared_state import CodeKinds, check_shared_memory, check_shared_state
 from .step_sizes import StepSizes, asks_sizes, is_plain, sizes_of
-from .watched.watched_values import WatchedValues
+from .watched.watched_values import Place, WatchedValues
 
 MOST_RECORDINGS = 16  # kept of one pipeline: modes, grad modes, several kinds of calls; a guess
 LossFn = Callable[..., Any] | None
@@ -110,8 +110,7 @@ class Preparer:
 
     @property
     def plan(self) -> StagePlan | None:
-        """The stage of each module call; before the recording the plan that was given, or
-        ``None``."""
+        """The stage of each module call; before the recording the given plan, or ``None``."""
         recording = self.recording
         if recording is not None or self.given_plan is not None:
             return self.given_plan if recording is None else recording.plan
@@ -142,8 +141,7 @@ class Preparer:
         return self.given_devices or default_devices() or [torch.device("cpu")]
 
     def placed(self) -> list[torch.device] | None:
-        """Return the device of each stage, where the model is placed and nobody has disturbed
-        that."""
+        """Return each stage's device, where the model is placed and nobody has disturbed that."""
         placement = self._placement
         if placement is None or self.is_replanned() or not placement.holds():
             return None
@@ -219,8 +217,7 @@ class Preparer:
                 warn(f"{text} ({users_line()})")
 
     def _forget_oldest(self, batch: Microbatch) -> None:
-        """Forget the recordings that were not used for longest, so that no more than so many are
-        kept."""
+        """Forget the recordings that were not used for longest, where there are too many."""
         while len(self.known) >= MOST_RECORDINGS:
             self.known.popitem(last=False)
             if self._has_warned_of_recordings:
@@ -358,28 +355,31 @@ class Preparer:
         prepared: Prepared,
         batches: list[Microbatch],
         options: PipelineOptions,
-        loss_fn: LossFn = None,
-        *,
-        written: Mapping[str, Sequence[int]],
-        reached: Mapping[int, CodeReached],
-        mixes: bool,
-    ) -> None:
-        """Record again after a step that wrote or set what it did not when it was recorded, and
-        check that only one hop uses that.
+        loss_fn: LossFn,
+        notes: StepNotes,
+    ) -> Callable[[], Iterator[Place]]:
+        """Record again after a step that did what it did not when recorded; check who uses that.
+
+        Returns:
+            What tells of the values that have been set since.
 
         Raises:
-            StateError: several hops share it, or what ran sealed reads other stages' tensors.
+            StateError: several hops share it, what is recomputed reads it, or what ran sealed
+                reads other stages' tensors.
         """
         known, schedule, looks = prepared.recording, options.shares_by, self._second_looks
         record = partial(self._record, options=options, loss_fn=loss_fn)
         changed = [*self._watched_values.step_is_over(), *changes_of_modes(self._fingerprint)]
-        looks.at_values(known, changed, batches if mixes else (), schedule, record)
-        if written:
-            self._written |= frozenset(written)
+        looks.at_values(known, changed, batches if notes.mixes else (), schedule, record)
+        if notes.written:
+            self._written |= frozenset(notes.written)
             self._fingerprint = None  # the next step records anew; until then, this is known
-            batch = batches[next((m for m in sorted(reached) if reached[m]), 0)]
-            looks.at_tensors(record(batch), known, schedule, written)
-        looks.at_code(prepared, reached, batches, changed, schedule, record)
+            batch = batches[next((m for m, code in sorted(notes.reached.items()) if code), 0)]
+            looks.at_tensors(record(batch), known, schedule, notes.written)
+        looks.at_code(prepared, notes.reached, batches, changed, schedule, record)
+        if prepared.does_recompute and not notes.compares:
+            looks.at_recomputed(known, changed)
+        return self._watched_values.set_since()
 
     def own_storages(self, prepared: Prepared) -> int:
         """Note for the stage sanitizer whose the parameters and buffers are; return the number by

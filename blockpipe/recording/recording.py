@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from .._common.callsite import remembers_caller
@@ -83,6 +84,7 @@ class Recording:
     carried: list[CarriedValue] = field(default_factory=list)
     set_between: list[tuple[str, str]] = field(default_factory=list)  # sealed calls; with lines
     read_between: list[tuple[str, str]] = field(default_factory=list)  # carried ones
+    changes_beside: bool = False  # a hook, the loss, or what autograd calls may change something
     changes_unseen: bool = False  # the forward changes something, and nobody saw who reads it
     outside: list[OutsideTensor] = field(default_factory=list, repr=False)
     changing: set[str] = field(default_factory=set)  # attributes that the forward sets, by name
@@ -103,12 +105,18 @@ class Recording:
     only_read: dict[tuple[int, Any], list[int]] = field(default_factory=dict, repr=False)
     """The places that it reads and, as far as its code tells, never sets: likewise, with the hops
     that read them."""
+    read_in: dict[tuple[int, Any], set[str]] = field(default_factory=dict, repr=False)
+    """The places that its calls read: likewise, with the paths of these, the innermost ones."""
+    assigned: set[tuple[int, Any]] = field(default_factory=set, repr=False)
+    """The places that it sets, if only to what was there."""
     may_set: dict[tuple[int, Any], set[int]] = field(default_factory=dict, repr=False)
     """The places that a branch which was not taken sets, likewise, with its hops."""
     attributes: list[UsedAttribute] = field(default_factory=list, repr=False)
     """What it sets and reads of objects, and on which stages."""
     may_write: dict[str, set[int]] = field(default_factory=dict, repr=False)
     """The tensors that such a branch writes, by their names, with its hops."""
+    written_beside: dict[str, set[int]] = field(default_factory=dict, repr=False)
+    """The tensors that a hook or the loss writes, likewise; of a backward, its number."""
     may_rerun: set[int] = field(default_factory=set)
     """The hops on which such a branch, or the loss, calls ``torch.utils.checkpoint``, of functions
     that were looked at."""
@@ -180,6 +188,27 @@ class Recording:
         """Whether the forward, or a branch that it did not take, changes what outlives it."""
         writes = any(outside.written for outside in self.outside)
         return bool(self.changed or self.may_set or self.may_write or writes)
+
+    @property
+    def may_recompute_otherwise(self) -> bool:
+        """Whether what a recomputation reads may be another value by then."""
+        if self.leaves_state or self.changes_beside or self.written_beside:
+            return True
+        whole = {owner for owner, key in self.read_again if key is None}
+        owners = {owner for owner, _ in self.read_again}
+        return any(
+            place in self.read_again or place[0] in (owners if place[1] is None else whole)
+            for place in self.assigned
+        )
+
+    @cached_property
+    def read_again(self) -> dict[tuple[int, Any], set[str]]:
+        """The places that calls which may be recomputed read, as :attr:`read_in` has them."""
+        again = tuple(f"{p}." for p, about in self.recomputable.items() if about.is_recomputed)
+        if "." in again:  # the model itself
+            return self.read_in
+        found = self.read_in.items()
+        return {at: paths for at, paths in found if any(f"{p}.".startswith(again) for p in paths)}
 
     @property
     def splits_backward(self) -> list[bool]:

@@ -1,9 +1,11 @@
 """Check that a backward which recomputes activations finds the model that the forward had.
 
-Between ``pipe(x)`` and the caller's backward, an optimizer may step, or ``model.train()`` be
-called. Where activations are kept, autograd finds a parameter that was written to, and modes do not
-matter.
+Between ``pipe(x)`` and the caller's backward, an optimizer may step, ``model.train()`` be called,
+or a schedule set ``model.alpha``. Where activations are kept, autograd finds a parameter that was
+written to, and the others do not matter.
 """
+
+from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 
@@ -11,6 +13,8 @@ from ..._common.callsite import users_line
 from ..._torch.tensors import version_of
 from ...errors import StateError
 from ...preparation.prepared import Prepared
+from ...preparation.watched.watched_values import Place
+from ...recording.plain_values.places import in_words, known_at, name_of
 
 
 class RecomputedModel:
@@ -20,20 +24,35 @@ class RecomputedModel:
         model: the user's.
         prepared: with the recording.
         microbatches: the number of micro-batches.
+        set_since: tells of the plain values that have been set since.
     """
 
-    def __init__(self, model: nn.Module, prepared: Prepared, microbatches: int) -> None:
-        recording, self._model = prepared.recording, model
+    def __init__(
+        self,
+        model: nn.Module,
+        prepared: Prepared,
+        microbatches: int,
+        set_since: Callable[[], Iterable[Place]],
+    ) -> None:
+        recording, self._model, self._set_since = prepared.recording, model, set_since
         hops = {
             hop
             for hop in range(len(prepared.route))
             for m in (0, microbatches - 1)
             if prepared.activation_bytes(hop, m, microbatches).calls
         }
-        tensors = self._now()
-        read = (held for held in recording.parameters if hops & {*held.hops} and not held.written)
+        tensors, held_ones = self._now(), (*recording.parameters, *recording.buffers)
+        read = (held for held in held_ones if hops & {*held.hops} and not held.written)
         names = {held.name for held in read} & tensors.keys()
         self._tensors = {name: (tensors[name], *_state_of(tensors[name])) for name in names}
+        self._outside = [
+            (outside, tensor, *_state_of(tensor))
+            for outside in recording.outside
+            if hops & {*outside.hops} and not outside.written and outside.tensor is not None
+            if (tensor := outside.tensor()) is not None
+        ]
+        again = recording.read_again
+        self._values = {place: again[place] for place in recording.only_read if place in again}
         modules = dict(model.named_modules())
         paths = {call.path for call in recording.calls if call.hop in hops} & modules.keys()
         self._modes = {path: (modules[path], modules[path].training) for path in paths}
@@ -46,6 +65,13 @@ class RecomputedModel:
                 raise _changed(f"{name!r} was replaced")
             if [*_state_of(tensor)] != state:
                 raise _changed(f"{name!r} was written to")
+        for outside, tensor, *state in self._outside:
+            if [*_state_of(tensor)] != state:
+                raise _changed(f"{outside.name} ({outside.where}) was written to")
+        for holder, key in self._set_since():
+            if known_at(self._values, holder.owner, name_of(key)):
+                paths = {id(module): path for path, module in self._model.named_modules()}
+                raise _changed(f"{in_words(holder.owner, name_of(key), paths)} was set")
         for path, (module, training) in self._modes.items():
             if module.training != training:
                 mode = "train" if module.training else "eval"

@@ -22,7 +22,7 @@ from ..._common.threads.model_turns import alone_recording
 from ...batches.microbatch import Microbatch
 from ...errors import BlockpipeError, StateError
 from ...recording.calls import hops_by_path
-from ...recording.plain_values.places import in_words
+from ...recording.plain_values.places import in_words, known_at, name_of
 from ...recording.recording import Recording
 from ...restoring.held_signals import RestoredWhole
 from ...restoring.holders import ContentHolder, DictHolder
@@ -151,6 +151,29 @@ class SecondLooks:
         if unsure and not self.written_late:
             self.written_late = f"what nobody knows ({unsure})"
 
+    def at_recomputed(self, known: Recording, changed: Sequence[Change]) -> None:
+        """Check that no recomputation of a step has read a value that the step has set, where it
+        was not compared with what had been saved. From then on, it is.
+
+        Args:
+            known: the recording that the step ran by.
+            changed: what it has changed.
+
+        Raises:
+            StateError: one has.
+        """
+        again = known.read_again
+        found = [c for c in changed if known_at(again, c.holder.owner, name_of(c.key))]
+        if found:
+            known.changes_beside = True
+            raise StateError(
+                f"{', '.join(self._names(found))} was set during the step, which it was not when "
+                "the model was recorded, and a module that is recomputed reads it: it may have "
+                "found what a later micro-batch has set, and this step's gradients may not be the "
+                "plain loop's; from now on, what is recomputed is compared; pass the value to the "
+                f"module as an argument, or mark it with checkpoint=False ({users_line()})"
+            )
+
     def at_tensors(
         self,
         found: Recording,
@@ -185,25 +208,26 @@ class SecondLooks:
     def _late_tensor(self, name: str, read_on: Iterable[int], found: Recording) -> _Late:
         path, _, key = name.rpartition(".")
         module = dict(self._model.named_modules()).get(path)
-        set_on = set[int]() if module is None else _at(found.may_set, module, key)
+        set_on = set[int]() if module is None else known_at(found.may_set, module, key)
         value = None if module is None else vars(module).get(key)
         own = {h.name for h in (*found.parameters, *found.buffers) if name in h.names}
         for outside in found.outside:
             is_it = outside.tensor is not None and value is not None and outside.tensor() is value
             begins = f"{outside.name} ({outside.where}"
             own |= {begins} if is_it or name.startswith(begins) else set()
-        set_on = set_on.union(*(found.may_write.get(one, ()) for one in own))
+        by_name = (found.may_write, found.written_beside)
+        set_on = set_on.union(*(names.get(one, ()) for names in by_name for one in own))
         return _Late(name, path or None, {*read_on}, set_on)
 
     def _late_value(self, change: Change, found: Recording) -> _Late:
-        owner, key = change.holder.owner, _name(change.key)
+        owner, key = change.holder.owner, name_of(change.key)
         paths = {id(module): path for path, module in self._model.named_modules()}
         name = in_words(owner, key, paths)
         return _Late(
             name,
             paths.get(id(owner)),
-            _at(found.only_read, owner, key),
-            _at(found.may_set, owner, key),
+            known_at(found.only_read, owner, key),
+            known_at(found.may_set, owner, key),
         )
 
     def _note_late(self, places: Sequence[_Late], found: Recording) -> None:
@@ -279,7 +303,7 @@ class SecondLooks:
 
     def _names(self, changes: Sequence[Change]) -> list[str]:
         paths = {id(module): path for path, module in self._model.named_modules()}
-        return [in_words(c.holder.owner, _name(c.key), paths) for c in changes]
+        return [in_words(c.holder.owner, name_of(c.key), paths) for c in changes]
 
     def _give_up(self, names: list[str]) -> None:
         self._left = -1
@@ -308,15 +332,8 @@ def _is_known(change: Change, recording: Recording) -> bool:
     owner, key = change.holder.owner, change.key
     if isinstance(owner, types.FunctionType):  # a variable, which several functions read
         return any(name == key for _, name in recording.changed)
-    places = {(id(owner), _name(key)), (id(owner), None)}
+    places = {(id(owner), name_of(key)), (id(owner), None)}
     return any(not places.isdisjoint(of) for of in (recording.changed, recording.set_beside))
-
-
-def _at(places: Mapping[tuple[int, Any], Iterable[int]], owner: Any, key: Any) -> set[int]:
-    """Return the hops that a recording has for a place, and for the content that it is in."""
-    if isinstance(owner, types.FunctionType):  # a variable, which several functions read
-        return {hop for (_, name), hops in places.items() if name == key for hop in hops}
-    return {hop for one in (key, None) for hop in places.get((id(owner), one), ())}
 
 
 def _shows_write(recording: Recording, name: str) -> bool:
@@ -325,8 +342,3 @@ def _shows_write(recording: Recording, name: str) -> bool:
     if name in recording.changing or any(h.written for h in held):
         return True
     return any(o.written and name.startswith(f"{o.name} ({o.where};") for o in recording.outside)
-
-
-def _name(key: Hashable) -> Any:
-    """Return a name or key; a slot is given as its descriptor."""
-    return key.__name__ if isinstance(key, types.MemberDescriptorType) else key

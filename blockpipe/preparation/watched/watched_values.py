@@ -69,6 +69,10 @@ _MOST_NEW = 4  # names that may be added to or removed from one object
 _SWITCHES = {bool, type(None)}
 
 
+Place = tuple[Holder, Hashable]
+"""A name or key in an object."""
+
+
 @dataclass
 class _Place:
     """A place whose value has changed at least once."""
@@ -261,6 +265,23 @@ class WatchedValues:
         self._steps += 1
         changes, self._changes = self._changes, []
         return changes + [Change(array, None, Code()) for array in self._arrays.written()]
+
+    def set_since(self) -> Callable[[], Iterator[Place]]:
+        """Return what tells of the values that are others than at the latest look."""
+        reads, values = self._reads, self._values
+        known = [*zip(self._holders, self._members, strict=True)]
+
+        def found() -> Iterator[Place]:
+            with suppress(LookupError):  # a name was removed
+                if are_same(reads.now(), values):
+                    return
+            for holder, before in known:
+                now = self._members_of(holder)
+                for key in before.keys() | now.keys():
+                    if not is_same(before.get(key, UNSET), now.get(key, UNSET)):
+                        yield holder, key
+
+        return found
 
     def _look(self, *, by_forward: bool) -> None:
         if self._is_whole:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..._common.libraries import is_users
 from ..._common.modules import MISSING, StandIn
 from ...crossing.torch_patches import original_of
 from ...restoring.holders import (
@@ -26,6 +27,7 @@ from ...restoring.holders import (
 )
 from ...restoring.model_state import names_in
 from ..plain_values.evaluation.members import Names
+from ..reads import NamesRead
 
 TORCHS = frozenset(vars(nn.Module()))  # attributes of every module
 _OURS = "_blockpipe_"  # attributes of tensors
@@ -263,3 +265,14 @@ def is_growth(then: Any, now: Any) -> bool:
     if isinstance(then, Content) and isinstance(now, Content):
         return then.starts(now)
     return type(then) is int and type(now) is int and now > then
+
+
+def unread_switches(model: nn.Module, reads: NamesRead) -> Iterator[str]:
+    """Yield the switches on modules, strings and truth values, that the user's code sets and never
+    reads."""
+    for path, module in model.named_modules():
+        if is_users(type(module).__module__):
+            for name, value in vars(module).items():
+                is_switch = isinstance(value, bool | str) and name not in TORCHS
+                if is_switch and reads.is_unread(name, type(module)):
+                    yield f"{path}.{name}"

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from .evaluation.members import ALL, BY_ARGUMENT, member_of
+from .evaluation.members import member_of
 from .places import space_of
 from .values import SharedValue
 
@@ -51,9 +51,4 @@ def note_begun(
 
 def set_beside(values: Iterable[SharedValue]) -> set[tuple[int, Any]]:
     """Return the places that code beside the forward sets: ids with keys, of a content ``None``."""
-    whole = (ALL, BY_ARGUMENT)
-    return {
-        (space_of(value.owner), None if value.key in whole else value.key)
-        for value in values
-        if value.beside_on
-    }
+    return {value.place for value in values if value.beside_on}

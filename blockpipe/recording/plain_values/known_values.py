@@ -289,11 +289,23 @@ class KnownValues:
         """Return the places that the forward reads, on which hops, and that none of its code sets,
         nor the content that they are in: ids with keys, of a content ``None``."""
         return {
-            (space_of(known.owner), None if known.key is ALL else known.key): hops_of(known.read_on)
+            known.place: hops_of(known.read_on)
             for known in self.values.values()
             if known.read_on
             and not any(k.is_changed for k in (known, self.found_at(known.owner, ALL)) if k)
         }
+
+    def read_in(self) -> dict[tuple[int, Any], set[str]]:
+        """Return the places that the forward reads, each with the calls that do, by path."""
+        return {
+            known.place: {"" if call is None else call.path for call, _ in known.read_in.values()}
+            for known in self.values.values()
+            if known.read_in
+        }
+
+    def assigned(self) -> set[tuple[int, Any]]:
+        """Return the places that the forward sets, if only to what was there."""
+        return {v.place for v in self.values.values() if v.is_changed or v.lines}
 
     def _read_elsewhere(
         self, known: SharedValue, reads: NamesRead, result: Recording

@@ -14,8 +14,8 @@ import torch
 from ...crossing.tags import TAG, Tag
 from ..calls import Call
 from ..entries import SharedChange
-from .evaluation.members import ALL, BY_NAME, UNKNOWN, member_of
-from .places import tensors_in
+from .evaluation.members import ALL, BY_ARGUMENT, BY_NAME, UNKNOWN, member_of
+from .places import space_of, tensors_in
 from .remedies import OF_GENERATOR
 
 _MOST_MEMBERS = 256  # of a container; larger ones are compared by identity
@@ -63,6 +63,11 @@ class SharedValue:
     lines: set[str] = field(default_factory=set)  # that set it, to the same value too
     set_in: list[tuple[Call | None, str]] = field(default_factory=list)  # calls, with the lines
     read_in: dict[int, tuple[Call | None, str]] = field(default_factory=dict)  # by the call's id
+
+    @property
+    def place(self) -> tuple[int, Any]:
+        """Where it is: an object's id, with a name or key; ``None``: its content."""
+        return space_of(self.owner), None if self.key in (ALL, BY_ARGUMENT) else self.key
 
     def is_set(self, hop: int, line: str, calls: Iterable[Call | None] = ()) -> None:
         """Note that code on a hop sets it, in one of the forward's calls."""

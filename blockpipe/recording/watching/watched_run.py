@@ -28,7 +28,7 @@ from ...stages.cursor import set_cursor
 from ..calls import hops_by_path
 from ..entries import Hop, SharedChange
 from ..outside.code_beside import CodeBeside
-from ..outside.compared_members import TORCHS
+from ..outside.compared_members import unread_switches
 from ..outside.outside_state import OutsideState
 from ..plain_values.begun_anew import set_beside
 from ..plain_values.evaluation.index_uses import IndexUses
@@ -88,8 +88,7 @@ def run_watched(
     recorder = _watching(request, result, holders)
     recorder.late.crossed = request.crossed
     recorder.late.crossed.begins(is_second=is_second)
-    beside = [*(hook.function for hook in request.hooks), *filter(None, [request.loss_fn])]
-    traces = is_second or may_set_by(beside) or request.on_index is not None
+    traces = is_second or result.changes_beside or request.on_index is not None
     values = _watching_values(request, recorder, holders, put_back, fake=fake, traces=traces)
     versions = {id(t): (t, version_of(t)) for t in (*model.parameters(), *model.buffers())}
     _watch_calls(model, recorder, {} if planned is None else planned.stages)
@@ -185,6 +184,8 @@ def _watching(request: RecordRequest, result: Recording, holders: list[Holder]) 
     recorder.backward_code.beside = CodeBeside(modules)
     recorder.users = {p for p, module in modules.items() if is_users(type(module).__module__)}
     result.unhookable = sorted(request.unhookable)
+    beside = [*(hook.function for hook in request.hooks), *filter(None, [request.loss_fn])]
+    result.changes_beside = may_set_by(beside)
     return recorder
 
 
@@ -283,8 +284,7 @@ def _note_code_beside(request: RecordRequest, recorder: Recorder, values: Shared
     operators = [*recorder.backward_code.operators.values()]
     for body, given, hop in (*((body, None, hop) for body, hop in operators), *request.beside):
         values.runs_beside(body, given, hop, lasts=True)
-    if not values.traces:
-        recorder.result.changes_unseen = may_set_by(body for body, _ in operators)
+    _note_setters(recorder.result, values, (body for body, _ in operators))
     if recorder.step.graphs.differentiable:
         hooks = {(id(one.function), one.name): one for one in request.hooks}
         for added in hooks_in(request.model):  # by the forward
@@ -306,13 +306,21 @@ def _note_code_beside(request: RecordRequest, recorder: Recorder, values: Shared
             for hop in range(len(recorder.result.hops)):
                 values.runs_beside(pack, None, hop, lasts=True)
                 values.runs_beside(unpack, None, back(hop), lasts=True)
-        if not values.traces:  # the second run traces the reads of what these set
-            recorder.result.changes_unseen |= may_set_by(one.function for one in called)
+        _note_setters(recorder.result, values, (one.function for one in called))
         _note_late(recorder, values)
     if request.loss_fn is not None:
         hop = max(recorder.hop, 0)
         values.loss_runs(request.loss_fn, hop, cut=request.cut)
         recorder.backward_code.beside.note(request.loss_fn, None, hop)
+
+
+def _note_setters(
+    result: Recording, values: SharedValues, functions: Iterable[Callable[..., Any]]
+) -> None:
+    """Note whether code beside the forward sets anything: a second run traces who reads that."""
+    may_set = may_set_by(functions)
+    result.changes_beside |= may_set
+    result.changes_unseen |= may_set and not values.traces
 
 
 def _note_tensors(
@@ -394,21 +402,11 @@ def _note_state(
     result.may_toggle = values.toggles or recorder.changes.toggles
     result.sets, result.changed = {**recorder.outside.sets, **values.sets}, recorder.outside.places
     result.only_read, result.may_set = known.only_read(), dict(values.untaken.sets)
+    result.read_in, result.assigned = known.read_in(), known.assigned()
     result.switches = recorder.changes.switches
     result.collects = recorder.outside.collects or values.known.looks_up
-    result.unread, result.set_beside = set(_unread(model, reads)), set_beside(every)
+    result.unread, result.set_beside = set(unread_switches(model, reads)), set_beside(every)
     result.read_by_loss |= known.read_by_loss()
-
-
-def _unread(model: nn.Module, reads: NamesRead) -> Iterator[str]:
-    """Yield the switches on modules, strings and truth values, that the user's code sets and never
-    reads."""
-    for path, module in model.named_modules():
-        if is_users(type(module).__module__):
-            for name, value in vars(module).items():
-                is_switch = isinstance(value, bool | str) and name not in TORCHS
-                if is_switch and reads.is_unread(name, type(module)):
-                    yield f"{path}.{name}"
 
 
 @contextlib.contextmanager

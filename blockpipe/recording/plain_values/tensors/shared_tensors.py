@@ -31,7 +31,8 @@ def note_shared_tensors(
     result.late_backwards += beside.written_late(forward, in_branches)
     result.shared_changes += beside.shared(forward, in_branches)
     result.shared_changes += (found := [*missed.shared(forward)])
-    result.may_write, result.may_rerun = untaken.writes(forward), untaken.reruns
+    result.may_write, result.may_rerun = forward.by_name(untaken.writes()), untaken.reruns
+    result.written_beside = forward.by_name(beside.writes())
     for used in in_branches.values():
         info = forward.told(used.owner)[1]
         if isinstance(info, TensorInfo):

@@ -6,6 +6,7 @@ that a version that has changed does not tell which of them has written.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -53,6 +54,17 @@ class ForwardsTensors:
             return name, info, info.written or self.is_written(tensor)
         other = self._others.get(id(tensor))
         return f"a tensor of shape {shape_of(tensor)}", other, other is not None and other.written
+
+    def by_name(self, written: Iterable[tuple[Tensor, int]]) -> dict[str, set[int]]:
+        """Return the hops that write to tensors, by their names, and of one that no module has
+        registered by its first line, too."""
+        found = defaultdict[str, set[int]](set)
+        for tensor, hop in written:
+            _, info, _ = self.told(tensor)
+            if info is not None:
+                is_held = isinstance(info, TensorInfo)
+                found[info.name if is_held else f"{info.name} ({info.where}"].add(hop)
+        return dict(found)
 
     def merged(self, uses: Iterable[SharedValue]) -> Iterable[SharedValue]:
         """Return the uses of each tensor and of its stand-in as one."""
@@ -104,6 +116,11 @@ class TensorUses:
                 known.is_read(hop, frame.line)
                 if hop < 0 and key == CONTENT:
                     self.read_late.append((tensor, back(hop), frame.line))
+
+    def writes(self) -> Iterator[tuple[Tensor, int]]:
+        """Yield those that are written, each with the hop, or the number of its backward."""
+        written = (known for known in self._known.values() if known.key == CONTENT)
+        yield from ((known.owner, hop) for known in written for hop in known.set_on)
 
     def read_by_loss(self, forward: ForwardsTensors) -> Iterator[str]:
         """Yield the buffers that the forward writes and the loss reads, in words."""

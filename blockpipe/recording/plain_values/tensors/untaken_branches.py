@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from ...._torch.modules import within
 from ....restoring.contents import is_generator
 from ...calls import Call
-from ...entries import TensorInfo
 from ..evaluation.expressions import Frame
 from ..evaluation.members import ALL, UNKNOWN
 from ..evaluation.still_frames import StillFrame
@@ -131,17 +130,6 @@ class UntakenBranches:
             if call is not None and is_written and info is not None and {*info.hops} - {hop}:
                 yield call
 
-    def writes(self, forward: ForwardsTensors) -> dict[str, set[int]]:
-        """Return the hops that may write to a tensor, by its name, and of one that no module has
-        registered by its first line, too.
-
-        Args:
-            forward: as in :meth:`calls`.
-        """
-        found = defaultdict[str, set[int]](set)
-        for tensor, hop, _ in self._written:
-            _, info, _ = forward.told(tensor)
-            if info is not None:
-                is_held = isinstance(info, TensorInfo)
-                found[info.name if is_held else f"{info.name} ({info.where}"].add(hop)
-        return dict(found)
+    def writes(self) -> Iterator[tuple[Tensor, int]]:
+        """Yield the tensors that may be written, each with the hop."""
+        yield from ((tensor, hop) for tensor, hop, _ in self._written)
