@@ -25,6 +25,7 @@ from .watching.calls import RecordedTag
 from .watching.recorder import Recorder
 
 LEAVES = "it leaves a tensor, which the output has, or the loss or the next call may read"
+HAS_OTHERS = "a layer in it runs on another stage, and in another forward it may run it as well"
 MAY_READ = "another forward may read a tensor on another stage than the one that leaves it"
 
 
@@ -47,6 +48,7 @@ def conclude(model: nn.Module, recorder: Recorder, versions: dict[int, tuple[Ten
             held.written |= version_of(tensor) != version
     for why, calls in recorder.opens.items():
         _open_calls(calls, why)
+    _open_calls(_calls_with_others_layers(model, recorder), HAS_OTHERS)
     calls_of = _calls_by_path(result)
     for path, calls in calls_of.items():
         hops = sealed_hops(calls, len(result.hops), recorder.reads)
@@ -175,6 +177,30 @@ def _open_calls(calls: Iterable[Call], why: str) -> None:
         for around in () if call.is_function else (call, *call.ancestors()):
             if not around.transforms:
                 around.open(why)
+
+
+def _calls_with_others_layers(model: nn.Module, recorder: Recorder) -> Iterator[Call]:
+    """Yield the calls of modules with parameters or buffers that only other stages have read, as in
+    a pool of layers out of which data choose."""
+    result, modules = recorder.result, dict(model.named_modules())
+    if result.num_stages < 2:
+        return
+    stages = {
+        key: frozenset(map(result.stage_of, held.hops))
+        for key, held in recorder.held.items()
+        if held.hops
+    }
+    in_module = {  # also in a list that it holds
+        module: {stages[id(one)] for one in tensors(vars(module)) if id(one) in stages}
+        for module in modules.values()
+    }
+    for call in result.calls:
+        module = modules.get(call.path)
+        if module is None or call.is_function or call.hop is None or is_compiled(module):
+            continue
+        here = {result.stage_of(hop) for hop in call.hops}
+        if any(of.isdisjoint(here) for inner in module.modules() for of in in_module[inner]):
+            yield call
 
 
 def _check_compiled(model: nn.Module, result: Recording, calls_of: dict[str, list[Call]]) -> None:

@@ -214,3 +214,50 @@ def test_a_compiled_module_that_leaves_a_tensor_for_the_loss_says_so() -> None:
     pipe = bp.Pipeline(bp.begin_blocks(net, {"1": 1}), devices=stages(2), chunks=2)
     with pytest.raises(CrossingError, match=r"'0' has to be looked into: it leaves a tensor"):
         pipe.forward_backward(torch.randn(4, 4), loss_fn=lambda y: (y * first.load).mean())
+
+
+class Picks(nn.Module):
+    """Runs one layer of several, or a weight out of a list."""
+
+    def __init__(self, layers: nn.ModuleList, weights: list[Tensor]) -> None:
+        super().__init__()
+        self.layers, self.weights = layers, weights
+
+    def forward(self, h: Tensor, which: int) -> Tensor:
+        if self.weights:
+            return h @ self.weights[which]
+        return self.layers[which](h)
+
+
+class Pool(nn.Module):
+    """The second stage has a layer of its own, and for wild data the first one's."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        weights = [layer.weight for layer in layers] if kind == "weights" else []
+        self.first, self.second = layers[0], Picks(layers, weights)
+        for parameter in self.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+    def forward(self, x: Tensor) -> Tensor:
+        which = int(x.max() < 50)
+        with bp.Block(stage=0):
+            h = self.first(x)
+        with bp.Block(stage=1):
+            return self.second(h, which)
+
+
+@pytest.mark.parametrize("kind", ["layers", "weights"])
+@pytest.mark.parametrize("schedule", ["1f1b", "sequential"])
+def test_a_module_with_a_layer_of_another_stage_is_looked_into(kind: str, schedule: str):
+    """Data may choose it: the hook has run once for each stage, on a part of the gradient."""
+    net, plain = Pool(kind), Pool(kind)  # a copy would have no hooks
+    plain.load_state_dict(net.state_dict())
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule=schedule)
+    x = torch.randn(8, 4)
+    for wild in (0.0, 0.0, 100.0):
+        x[4] += wild
+        plain_step(plain, (x,), {}, x, torch.nn.functional.mse_loss, 4)
+        pipe.forward_backward(x, target=x, loss_fn=torch.nn.functional.mse_loss)
+        assert_same_gradients(net, plain)
