@@ -2,7 +2,9 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -375,3 +377,45 @@ def test_a_forward_when_it_calls_to_on_a_module_trains_as_plain(dtype, schedule)
         pipe.forward_backward(x, target=y, loss_fn=mse_loss)
         plain_step(plain, (x.to(stages(1)[0]),), {}, y, mse_loss, 4)
         assert_same_gradients(net, plain)
+
+
+class ByNumpy(nn.Module):
+    """Numpy clips a weight, of which the data say how far, or only reads it."""
+
+    def __init__(self, *, writes: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.writes, self.read = writes, 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            array = self.scale.detach().numpy()
+            if self.writes:
+                numpy.clip(array, None, 4 / max(4, x.abs().max().item()), out=array)
+            else:
+                self.read = float(array.max())
+            h = (self.first(x) * self.scale).tanh()
+        with bp.Block(stage=1):
+            return self.last(h)
+
+
+@pytest.mark.cpu("numpy has no memory of another device")
+@pytest.mark.parametrize("writes", [False, True])
+def test_what_numpy_writes_to_a_weight_is_compared(*, writes: bool) -> None:
+    """No torch function writes it, in no step."""
+    net = ByNumpy(writes=writes)
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4, schedule="gpipe")
+    x = torch.linspace(-1, 1, 32).view(8, 4)
+    for _ in range(3):
+        pipe.forward_backward(x, target=x, loss_fn=mse_loss)
+        plain_step(plain, (x,), {}, x, mse_loss, 4)
+        assert_same_gradients(net, plain)
+    x[4] = 100.0
+    with (
+        pytest.raises(StateError, match=r"may write to parameter 'scale'")
+        if writes
+        else nullcontext()
+    ):
+        pipe.forward_backward(x, target=x, loss_fn=mse_loss)

@@ -261,3 +261,49 @@ def test_a_module_with_a_layer_of_another_stage_is_looked_into(kind: str, schedu
         plain_step(plain, (x,), {}, x, torch.nn.functional.mse_loss, 4)
         pipe.forward_backward(x, target=x, loss_fn=torch.nn.functional.mse_loss)
         assert_same_gradients(net, plain)
+
+
+class Chosen(nn.Module):
+    """Reads one of the tensors that an object has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, h: Tensor, kept: types.SimpleNamespace, which: int) -> Tensor:
+        return self.linear(h) + kept.states[which]
+
+
+class Kept:
+    pass
+
+
+class Carries(nn.Module):
+    """A module of the second stage is given an object with a state of each; data choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset, self.b, self.chosen = nn.Parameter(torch.ones(4)), nn.Linear(4, 4), Chosen()
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = Kept()
+        with bp.Block(stage=0):
+            first = x + self.offset
+            first.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        with bp.Block(stage=1):
+            second = self.b(first * 2)
+            kept.states = [second, first]
+            return self.chosen(second, kept, int(x.max() > 50))
+
+
+def test_a_module_that_is_given_an_object_with_another_stages_tensor_is_looked_into():
+    """Its graph went straight into the other stage's, and the hook ran twice."""
+    net = Carries()
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    x = torch.randn(8, 4)
+    for wild in (0.0, 0.0, 100.0):
+        x[4] += wild
+        plain_step(plain, (x,), {}, x, torch.nn.functional.mse_loss, 4)
+        pipe.forward_backward(x, target=x, loss_fn=torch.nn.functional.mse_loss)
+        assert_same_gradients(net, plain)

@@ -6,9 +6,11 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 
 from ..._common.callsite import users_line
-from ..._common.nested import tensors
+from ..._common.libraries import is_users
+from ..._common.nested import leaves, tensors
 from ..._common.progress import Progress
 from ..._torch.modes import is_in_transform
 from ..._torch.tensors import shape_of
@@ -169,9 +171,10 @@ class CallsUnderWay:
 
     def end(self, call: Call, result: Any) -> None:
         """Write down that the innermost call has ended."""
-        self._stack.pop()
+        _, _, args = self._stack.pop()
         if call.path in self.unhookable:
             self._activations.put_on()
+        self._look_into_objects(call, args)
         call.under_way = False
         for index, tensor in enumerate(tensors(result)):
             call.outputs.append(shape_of(tensor))
@@ -183,6 +186,17 @@ class CallsUnderWay:
                 tag.sources = (call,)
         if call.hop is not None:
             call.stage = self._run.step.route[call.hop]
+
+    def _look_into_objects(self, call: Call, args: object) -> None:
+        """Open a call that was given an object of the user's with a tensor of another hop in it,
+        which no argument is: data may have the call read that one."""
+        objects = (leaf for leaf in leaves(args) if is_users(type(leaf).__module__))
+        inside = (vars(o) for o in objects if hasattr(o, "__dict__") and not isinstance(o, Module))
+        tags = (getattr(tensor, TAG, None) for tensor in tensors([*inside]))
+        hops = {tag.hop for tag in tags if isinstance(tag, RecordedTag)}
+        for around in (call, *call.ancestors()) if hops - {call.hop} else ():
+            if not around.transforms:
+                around.open("an object that it is given holds a tensor of another stage")
 
     def visit(self, hop: int, where: str) -> None:
         """Note that an operation runs on a hop, as a part of each of them."""

@@ -124,6 +124,8 @@ class RecordingMode(CrossingMode):
             raise
         if not recorder.result.fake:
             note_size(func, args, kwargs or {}, result)
+            if func in _SHOW_MEMORY and is_users(sys._getframe(1).f_globals.get("__name__")):
+                recorder.late.may_write(args[0], recorder.hop, users_line())
         recorder.check_outsiders(func, args[0] if args else None)
         recorder.late.operated((args, kwargs))
         if func is torch.autograd.grad:
