@@ -15,14 +15,14 @@ its graph is cut for the caller's one backward.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 
 from .._torch.graph import saved_tensor_hooks
 from ..devices.digests import Comparisons
 from ..preparation.late_backwards import check_backwards, hidden_by
-from ..preparation.watched.watched_values import Place
+from ..preparation.watched.watched_values import WatchedValues
 from ..schedules.builders import ScheduleOption
 from .inline_step import InlineStep
 from .laned_step import LanedStep
@@ -97,15 +97,15 @@ class Step:
             self._settle()
         self.request.prepared.steps += 1
 
-    def remember(self, set_since: Callable[[], Iterable[Place]]) -> None:
+    def remember(self, values: WatchedValues) -> None:
         """Have the backward check that it finds the model as it is now.
 
         Args:
-            set_since: tells of the values that have been set since.
+            values: the plain values that forwards read.
         """
         prepared, count = self.request.prepared, len(self.request.microbatches)
         if prepared.does_recompute and self.state.context.graphs.differentiable:
-            self._model = RecomputedModel(self.request.model, prepared, count, set_since)
+            self._model = RecomputedModel(self.request.model, prepared, count, values)
 
     def run_backward(self) -> None:
         """Run all backwards, after roots were added to the runs."""

@@ -33,7 +33,6 @@ from ..preparation.after_steps.step_notes import StepNotes
 from ..preparation.options import PipelineOptions
 from ..preparation.prepared import Prepared
 from ..preparation.preparer import Preparer
-from ..preparation.watched.watched_values import Place
 from ..restoring.restored_thread import leaves_intact
 from ..stages.cursor import Cursor, current_cursor, set_cursor
 from .autograd_bridge import attach, input_gradients
@@ -120,9 +119,7 @@ class StepRunner:
             outputs = self._joined(step)[0] if return_outputs else None
         return StepResult(loss.reshape(()).as_subclass(StepLoss), outputs)
 
-    def _look_again(
-        self, step: Step, loss_fn: Callable[..., Any] | None = None
-    ) -> Callable[[], Iterable[Place]]:
+    def _look_again(self, step: Step, loss_fn: Callable[..., Any] | None = None) -> None:
         prepared, batches, state = step.request.prepared, step.request.microbatches, step.state
         notes = StepNotes(
             state.written,
@@ -130,7 +127,7 @@ class StepRunner:
             mixes=not state.mode.stays,
             compares=state.context.comparisons is not None,
         )
-        return self.preparer.step_is_over(prepared, batches, self.options, loss_fn, notes)
+        self.preparer.step_is_over(prepared, batches, self.options, loss_fn, notes)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forwards as :meth:`blockpipe.Pipeline.forward` says."""
@@ -150,7 +147,8 @@ class StepRunner:
         step = self._step(prepared, microbatches, weights, caller, {"outputs"})
         step.run_forward()
         self._note_passed(step, given)
-        step.remember(self._look_again(step))
+        self._look_again(step)
+        step.remember(self.preparer.watched_values)
         output, joints = self._joined(step)
         if problem is not None and any(joint.how == "sum" for joint in joints):
             raise UsageError(

@@ -44,7 +44,7 @@ from .schedule_choice import lanes_of
 from .sealed_forwards import SealedForwards
 from .shared_state import CodeKinds, check_shared_memory, check_shared_state
 from .step_sizes import StepSizes, asks_sizes, is_plain, sizes_of
-from .watched.watched_values import Place, WatchedValues
+from .watched.watched_values import WatchedValues
 
 MOST_RECORDINGS = 16  # kept of one pipeline: modes, grad modes, several kinds of calls; a guess
 LossFn = Callable[..., Any] | None
@@ -91,7 +91,7 @@ class Preparer:
         self._placement: Placement | None = None
         self._fingerprint: Fingerprint | None = None
         self._hooks = AccelerateHooks(model)
-        self._watched_values = WatchedValues(model)
+        self.watched_values = WatchedValues(model)
         self._second_looks = SecondLooks(model)
         self._unread = frozenset[str]()  # attributes that look like switches, and are none
         self._written = frozenset[str]()  # by steps that had not written it when recorded
@@ -175,7 +175,7 @@ class Preparer:
             check_shared_state(recording, options.shares_by)
             check_shared_memory(self.model, recording, options.shares_by)
             is_filled = self._placement is None and self._values.fill(recording, devices)
-            if is_filled and self._watched_values.has_turned():  # by set_extra_state()
+            if is_filled and self.watched_values.has_turned():  # by set_extra_state()
                 return self.prepare(batch, options, loss_fn)
             prepared = self._place(recording, devices, options)
             self._compile(prepared)
@@ -204,7 +204,7 @@ class Preparer:
             self._forget_if_moved()
             self.known.clear()  # the model was changed: record anew
             self._fingerprint = Fingerprint(self.model, self._unread)
-        if self._watched_values.has_turned():
+        if self.watched_values.has_turned():
             _log.info("recording anew: a value was set, by which a forward may turn")
             self.known.clear()
         return self._key(batch, self._fingerprint, loss_fn)
@@ -244,9 +244,9 @@ class Preparer:
     def _record(
         self, batch: Microbatch, options: PipelineOptions, loss_fn: LossFn = None, **others: Any
     ) -> Recording:
-        self._watched_values.look_around()
+        self.watched_values.look_around()
         turn, absent = alone_recording(self.model), self._hooks.absent()
-        with turn, absent, self._watched_values.asked() as (on_index,):
+        with turn, absent, self.watched_values.asked() as (on_index,):
             planned = planned_by(self.model, self.given_plan)
             given = self.model, batch.args, batch.kwargs, planned, self.placed(), options.cuts
             recording = record_planned(
@@ -255,7 +255,7 @@ class Preparer:
                 share=batch.share,
             )
         recording.samples, recording.sizes = batch.size, sizes_of(batch)
-        recording.given_at = self._watched_values.is_recorded(recording.unread)
+        recording.given_at = self.watched_values.is_recorded(recording.unread)
         return recording
 
     def _choose_devices(self, recording: Recording) -> list[torch.device]:
@@ -333,14 +333,14 @@ class Preparer:
             for leaf in leaves((batch.args, batch.kwargs))
         )
         names = tuple(batch.kwargs)
-        steered = self._watched_values.known_by()
+        steered = self.watched_values.known_by()
         modes = fingerprint.modes(), fingerprint.asked()
         around = saved_tensor_hooks() or (None, None)  # what saved tensors go through
         beside = self._beside.known(loss_fn, *around), self._beside.sorts(users_modes())
         found = steered, modes, beside, torch.is_grad_enabled(), len(batch.args), names, shape
-        holds = self._watched_values.holds
+        holds = self.watched_values.holds
         fits = [known for known in reversed(self.known) if known[0] == found and holds(known[1])]
-        answers = self._watched_values.answered
+        answers = self.watched_values.answered
         if not fits:
             return found, answers(), None
         if not any(asks_sizes(self.known[key].recording) for key in fits):
@@ -357,11 +357,8 @@ class Preparer:
         options: PipelineOptions,
         loss_fn: LossFn,
         notes: StepNotes,
-    ) -> Callable[[], Iterator[Place]]:
+    ) -> None:
         """Record again after a step that did what it did not when recorded; check who uses that.
-
-        Returns:
-            What tells of the values that have been set since.
 
         Raises:
             StateError: several hops share it, what is recomputed reads it, or what ran sealed
@@ -369,7 +366,7 @@ class Preparer:
         """
         known, schedule, looks = prepared.recording, options.shares_by, self._second_looks
         record = partial(self._record, options=options, loss_fn=loss_fn)
-        changed = [*self._watched_values.step_is_over(), *changes_of_modes(self._fingerprint)]
+        changed = [*self.watched_values.step_is_over(), *changes_of_modes(self._fingerprint)]
         looks.at_values(known, changed, batches if notes.mixes else (), schedule, record)
         if notes.written:
             self._written |= frozenset(notes.written)
@@ -379,7 +376,6 @@ class Preparer:
         looks.at_code(prepared, notes.reached, batches, changed, schedule, record)
         if prepared.does_recompute and not notes.compares:
             looks.at_recomputed(known, changed)
-        return self._watched_values.set_since()
 
     def own_storages(self, prepared: Prepared) -> int:
         """Note for the stage sanitizer whose the parameters and buffers are; return the number by
@@ -440,11 +436,11 @@ class Preparer:
         record anew."""
         state = dict(self.__dict__)
         state.update(known=OrderedDict(), _placement=None, _fingerprint=None, _beside=CodeKinds())
-        del state["_watched_values"], state["_second_looks"], state["_hooks"]
+        del state["watched_values"], state["_second_looks"], state["_hooks"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._hooks = AccelerateHooks(self.model)
-        self._watched_values = WatchedValues(self.model)
+        self.watched_values = WatchedValues(self.model)
         self._second_looks = SecondLooks(self.model)

@@ -5,15 +5,13 @@ or a schedule set ``model.alpha``. Where activations are kept, autograd finds a 
 written to, and the others do not matter.
 """
 
-from collections.abc import Callable, Iterable
-
 from torch import Tensor, nn
 
 from ..._common.callsite import users_line
 from ..._torch.tensors import version_of
 from ...errors import StateError
 from ...preparation.prepared import Prepared
-from ...preparation.watched.watched_values import Place
+from ...preparation.watched.watched_values import WatchedValues
 from ...recording.plain_values.places import in_words, known_at, name_of
 
 
@@ -24,7 +22,7 @@ class RecomputedModel:
         model: the user's.
         prepared: with the recording.
         microbatches: the number of micro-batches.
-        set_since: tells of the plain values that have been set since.
+        values: the plain values that forwards read.
     """
 
     def __init__(
@@ -32,9 +30,9 @@ class RecomputedModel:
         model: nn.Module,
         prepared: Prepared,
         microbatches: int,
-        set_since: Callable[[], Iterable[Place]],
+        values: WatchedValues,
     ) -> None:
-        recording, self._model, self._set_since = prepared.recording, model, set_since
+        recording, self._model, self._set_since = prepared.recording, model, values.set_since()
         hops = {
             hop
             for hop in range(len(prepared.route))
