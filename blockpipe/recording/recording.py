@@ -151,7 +151,8 @@ class Recording:
     """Why it did not run on fake tensors of the devices that the stages will be on."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"way": None}
+        state = {key: self.__dict__[key] for key in self.__dataclass_fields__}
+        return {**state, "way": None, "read_in": {}, "assigned": set()}  # of this process's objects
 
     def __repr__(self) -> str:
         elements = sum(held.elements for held in self.parameters)
@@ -192,8 +193,11 @@ class Recording:
     @property
     def may_recompute_otherwise(self) -> bool:
         """Whether what a recomputation reads may be another value by then."""
-        if self.leaves_state or self.changes_beside or self.written_beside:
-            return True
+        beside = self.changes_beside or bool(self.written_beside)
+        return beside or self.leaves_state or self._sets_what_is_read_again
+
+    @cached_property
+    def _sets_what_is_read_again(self) -> bool:
         whole = {owner for owner, key in self.read_again if key is None}
         owners = {owner for owner, _ in self.read_again}
         return any(
