@@ -304,6 +304,7 @@ class SharedChange:
         settles: whether it is harmless if the next forward does not change it again.
         is_traced: whether all code that sets it is seen, also where the value stays the same.
         schedule: the schedule under which it is harmless.
+        place: the id of the object that is set, and the name or key in it, if that is known.
     """
 
     what: str
@@ -314,6 +315,7 @@ class SharedChange:
     settles: bool = False
     is_traced: bool = False
     schedule: str = "sequential"
+    place: tuple[int, Any] | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass

@@ -180,8 +180,8 @@ def _open_calls(calls: Iterable[Call], why: str) -> None:
 
 
 def _calls_with_others_layers(model: nn.Module, recorder: Recorder) -> Iterator[Call]:
-    """Yield the calls of modules with parameters or buffers that only other stages have read, as in
-    a pool of layers out of which data choose."""
+    """Yield the calls of modules that have, in a layer or a list, a parameter or buffer which only
+    other stages have read, as in a pool of layers out of which data choose."""
     result, modules = recorder.result, dict(model.named_modules())
     if result.num_stages < 2:
         return
@@ -190,17 +190,24 @@ def _calls_with_others_layers(model: nn.Module, recorder: Recorder) -> Iterator[
         for key, held in recorder.held.items()
         if held.hops
     }
-    in_module = {  # also in a list that it holds
-        module: {stages[id(one)] for one in tensors(vars(module)) if id(one) in stages}
-        for module in modules.values()
-    }
+
+    def read_on(values: object) -> set[frozenset[int]]:
+        return {stages[id(one)] for one in tensors(values) if id(one) in stages}
+
+    in_module = {module: read_on(vars(module)) for module in modules.values()}
+    in_lists = {module: read_on(_lists_of(module)) for module in modules.values()}
     for call in result.calls:
         module = modules.get(call.path)
         if module is None or call.is_function or call.hop is None or is_compiled(module):
             continue
         here = {result.stage_of(hop) for hop in call.hops}
-        if any(of.isdisjoint(here) for inner in module.modules() for of in in_module[inner]):
+        inside = [in_lists[module], *(in_module[m] for m in module.modules() if m is not module)]
+        if any(of.isdisjoint(here) for stages_in in inside for of in stages_in):
             yield call
+
+
+def _lists_of(module: nn.Module) -> list[object]:
+    return [value for value in vars(module).values() if isinstance(value, list | tuple)]
 
 
 def _check_compiled(model: nn.Module, result: Recording, calls_of: dict[str, list[Call]]) -> None:

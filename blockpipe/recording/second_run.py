@@ -33,8 +33,7 @@ def looked_at_twice(run: Callable[[bool], Recording], crossed: CrossedMemory) ->
         return first
     first.overwrites_outputs = first.overwrites_outputs or crossed.overwrites
     again = {change.what for change in second.shared_changes}
-    # In a real run a number may depend on the data, and be equal only for the same sample.
-    lasts = (c for c in first.shared_changes if c.settles and (first.fake or c.is_traced))
+    lasts = (c for c in first.shared_changes if c.settles and _lasts(c, first, second))
     made_once = [c for c in lasts if c.what not in again]
     first.settles = first.settles or bool(made_once)
     first.made_once = made_once
@@ -57,6 +56,14 @@ def looked_at_twice(run: Callable[[bool], Recording], crossed: CrossedMemory) ->
     known = {change.what for change in first.shared_changes}
     first.shared_changes = before + [c for c in second.shared_changes if c.what not in known]
     return first
+
+
+def _lasts(change: SharedChange, first: Recording, second: Recording) -> bool:
+    """Return whether what the second of two runs has not changed stays, whatever the data are. In a
+    real run a number may depend on them, and be equal only for the same sample. But if a branch
+    alone sets it, which was not taken again, its source tells whether data may lead there."""
+    is_skipped = change.place in second.may_set and change.place not in second.assigned
+    return first.fake or change.is_traced or is_skipped
 
 
 def _shared_by_turns(

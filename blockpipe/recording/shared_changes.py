@@ -248,7 +248,9 @@ class SharedChanges:
                 remedy = _LOCAL if tensor is None else OWN_MODULE
                 what = f"{path}.{name}"
                 settles = (path, name) in self._at_first and not isinstance(tensor, nn.Parameter)
-                yield SharedChange(what, f"calls {path!r}", seen, where[path], remedy, settles)
+                change = SharedChange(what, f"calls {path!r}", seen, where[path], remedy, settles)
+                change.place = id(modules[path]), name
+                yield change
         for key, line in self._toggled.items():
             if key in held and len(held[key].hops) > 1:
                 name = held[key].name

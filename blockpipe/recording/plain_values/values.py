@@ -313,6 +313,7 @@ def shared_change(
         where,
         remedy,
         settles=known.is_constant,
+        place=known.place,
     )
 
 

@@ -124,8 +124,7 @@ class RecordingMode(CrossingMode):
             raise
         if not recorder.result.fake:
             note_size(func, args, kwargs or {}, result)
-            if func in _SHOW_MEMORY and is_users(sys._getframe(1).f_globals.get("__name__")):
-                recorder.late.may_write(args[0], recorder.hop, users_line())
+            self._hands_out(func, args, sys._getframe(1))
         recorder.check_outsiders(func, args[0] if args else None)
         recorder.late.operated((args, kwargs))
         if func is torch.autograd.grad:
@@ -139,6 +138,13 @@ class RecordingMode(CrossingMode):
             how = "reads" if func.__name__ == "__get__" else "sets"
             recorder.late.uses_gradient(recorder.stand_in(args[0]), how)
         return result
+
+    def _hands_out(
+        self, func: Callable[..., Any], args: tuple[Any, ...], caller: types.FrameType
+    ) -> None:
+        """Note that a library which the user's code calls may write to a tensor's memory."""
+        if func in _SHOW_MEMORY and is_users(caller.f_globals.get("__name__")):
+            self.recorder.late.may_write(args[0], self.recorder.hop, users_line())
 
     def _opens_calls(self, tensor: Tensor) -> None:
         """Open the calls that ask for the ``.grad`` of a tensor of another stage: as an argument of
