@@ -37,13 +37,15 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal --hypothesis-seed=$(S
 ONE_IN ?= 1
 TURN ?= 0
 
-# Of a test with many parameter sets: so many, others at each commit; 0 runs all. With two of them
-# two cores take more than six minutes.
+# Of a test with many parameter sets: so many, others at each commit; 0 runs all. Of the tests that
+# are not marked "every", one in so many: all of them take two cores some eight minutes.
 PARAMETERS ?= 1
+OF_TESTS ?= 2
 
-# All that is not slow; test-devices has the simulated accelerator.
+# What is not slow; test-devices has the simulated accelerator.
 test: $(VENV)/.test
-	$(PYTEST) -m 'not slow' --parameters $(PARAMETERS) --delay-seed $(SEED)
+	$(PYTEST) -m 'not slow' --parameters $(PARAMETERS) --delay-seed $(SEED) \
+	    --one-in $(OF_TESTS) --turn $(SEED)
 
 # More examples of each property.
 test-properties: $(VENV)/.test

@@ -10,7 +10,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import blockpipe
+
+pytestmark = pytest.mark.every
 
 PACKAGE = Path(blockpipe.__file__).parent
 

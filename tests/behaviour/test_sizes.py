@@ -15,6 +15,8 @@ import pytest
 
 import blockpipe
 
+pytestmark = pytest.mark.every
+
 ROOT = Path(blockpipe.__file__).parents[1]
 MOST_LINES = 450  # of a file
 MOST_MODULES = 14  # of a folder, without its __init__
