@@ -214,15 +214,7 @@ class PipelineOptions:
                     "True or False", self.deferred_batch_norm, for_="deferred_batch_norm", fix=fix
                 )
             )
-        if self.loss_reduction not in ("mean", "sum") and not callable(self.loss_reduction):
-            raise UsageError(
-                expected(
-                    "'mean', 'sum' or a callable",
-                    self.loss_reduction,
-                    for_="loss_reduction",
-                    fix="a callable is (args, kwargs, target) -> number",
-                )
-            )
+        _check_reduction(self.loss_reduction)
         check_batch_dims(self.batch_dims)
         if self.offload and self.schedule == "uncut":
             raise UsageError(
@@ -329,6 +321,24 @@ def check_loss(loss_fn: object, target: object, others: Iterable[str] = ()) -> N
             "loss_fn=…, or, to a model that computes its own loss from an argument of that name, "
             "model_kwargs={'target': …}"
         )
+
+
+def _check_reduction(given: object) -> None:
+    """Check that a loss_reduction is one of the names, or takes three arguments."""
+    if isinstance(given, str) and given in ("mean", "sum"):
+        return
+    fits = callable(given)
+    if fits:
+        try:
+            inspect.signature(given).bind(None, None, None)  # type: ignore[arg-type]
+        except TypeError:
+            fits = False
+        except ValueError:
+            pass  # a builtin without a signature
+    if not fits:
+        fix = "a callable is (args, kwargs, target) -> number"
+        contract = "'mean', 'sum' or a callable with three arguments"
+        raise UsageError(expected(contract, given, for_="loss_reduction", fix=fix))
 
 
 def _needs_target(loss_fn: Any) -> bool:

@@ -304,3 +304,9 @@ def test_a_target_that_needs_a_gradient_gets_it(schedule, stage_of_last, chunks)
             pipe.forward_backward(x, target=target, loss_fn=loss_fn)
             assert_close([t.grad for t in (leaf, behind, x)], expected)
         leaf.grad = behind.grad = x.grad = None
+
+
+@pytest.mark.parametrize("given", ["max", 3, lambda target: 1.0])
+def test_a_loss_reduction_that_is_none_is_refused_at_once(given):
+    with pytest.raises(UsageError, match=r"'sum' or a callable with three arguments .*target\) ->"):
+        piped(Own("mean"), given)
