@@ -41,6 +41,12 @@ class Reached(NamedTuple):
             return (self.hop, self.given) in covered.begun
         return (self.hop, self.offset) in covered.ran
 
+    def begins_in(self, found: Coverage) -> bool:
+        """Return whether it is a function that begins there of objects which have come since, and
+        that a later forward runs: these were there before that one."""
+        covered = found.found(self.code) if self.offset is None and not self.given else None
+        return covered is not None and any(hop == self.hop for hop, _ in covered.begun)
+
     def add_to(self, coverage: Coverage) -> None:
         """Have it count as if forwards had run it, and a function as a whole."""
         covered = CoveredCode(self.code)

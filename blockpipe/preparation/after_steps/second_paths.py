@@ -89,7 +89,11 @@ class SecondPaths:
                     found = _recorded(record, batches[m], read)
                 if found is not None and found.way is not None:
                     _judge(prepared, found, places, schedule, len(batches))
-                    coverage.add(found.way.coverage)
+                    here = found.way.coverage
+                    for one in places:
+                        if one.begins_in(here):
+                            here.of(one.code).begun.add((one.hop, one.given))
+                    coverage.add(here)
                 places = [one for one in places if not one.is_in(coverage)]
             unread += [one for one in places if not _is_read(one, coverage)]
             for one in places:  # no later one comes to it either

@@ -16,7 +16,7 @@ Other objects count as well: ``seen`` says what of them is compared.
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -277,7 +277,7 @@ class WatchedValues:
                     return
             for holder, before in known:
                 now = self._members_of(holder)
-                for key in before.keys() | now.keys():
+                for key in _names(holder, before, now):
                     if not is_same(before.get(key, UNSET), now.get(key, UNSET)):
                         yield holder, key
 
@@ -313,7 +313,7 @@ class WatchedValues:
         are_told = has_names(holder) and members  # those that have come or gone
         if by_forward and not are_told and self._reads.size(index) != self._values.sizes[index]:
             self._changes.append(Change(holder, None, Code()))
-        names = before.keys() | members.keys() if has_names(holder) else before.keys()
+        names = _names(holder, before, members)
         for key in names:
             then, value = before.get(key, UNSET), members.get(key, UNSET)
             where = holder.space_id(), key
@@ -412,3 +412,10 @@ class WatchedValues:
         finally:
             for place, value in before:
                 place.holder.put(place.key, value)
+
+
+def _names(
+    holder: Holder, then: Mapping[Hashable, Any], now: Mapping[Hashable, Any]
+) -> Set[Hashable]:
+    """Return the names or keys to compare: of what cannot get others, those that were looked at."""
+    return then.keys() | now.keys() if has_names(holder) else then.keys()
