@@ -198,8 +198,10 @@ class GraphEntry(torch.autograd.Function):
         return None, None, None
 
 
-# Makes entries differentiable, and gets no gradient itself.
+# Makes entries differentiable, and gets no gradient itself. Its node is kept: to make one, anomaly
+# mode asks for the interpreter while it has the leaf's lock, and two threads would wait for ever.
 _phony = torch.zeros((), device="cpu", requires_grad=True)
+_node_of_phony = get_gradient_edge(_phony).node
 
 
 def enter_graph(slot: GradientSlot, value: Tensor) -> Tensor:

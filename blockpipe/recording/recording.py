@@ -116,7 +116,7 @@ class Recording:
     may_write: dict[str, set[int]] = field(default_factory=dict, repr=False)
     """The tensors that such a branch writes, by their names, with its hops."""
     written_beside: dict[str, set[int]] = field(default_factory=dict, repr=False)
-    """The tensors that a hook or the loss writes, likewise; of a backward, its number."""
+    """The tensors that a hook or the loss writes, likewise, in the forward or the backward."""
     may_rerun: set[int] = field(default_factory=set)
     """The hops on which such a branch, or the loss, calls ``torch.utils.checkpoint``, of functions
     that were looked at."""

@@ -7,6 +7,7 @@ would compute with the original's parameters.
 
 import copy
 import functools
+import operator
 import types
 import weakref
 from collections import deque
@@ -120,8 +121,17 @@ class _Rebound:
         if isinstance(value, functools._lru_cache_wrapper):  # a cache is no state
             return functools.lru_cache(**value.cache_parameters())(self.of(value.__wrapped__))
         if isinstance(value, tuple):
-            return tuple.__new__(type(value), map(self.of, value))
+            return self._tuple(value)
         return type(value)(self.of(value())) if type(value) in _REFERENCES else value
+
+    def _tuple(self, value: tuple[Any, ...]) -> Any:
+        members = [*map(self.of, value)]
+        if all(map(operator.is_, members, value)):
+            return self._memo.get(id(value), value)
+        try:
+            return tuple.__new__(type(value), members)
+        except TypeError:  # a class of C, such as what max() of torch returns
+            return type(value)(members)
 
     def _function(self, function: types.FunctionType) -> types.FunctionType:
         cells = function.__closure__

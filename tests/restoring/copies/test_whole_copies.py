@@ -165,3 +165,27 @@ def test_functions_that_share_a_variable_share_the_copys():
     assert torch.equal(copied.function(x), x)
     assert not torch.equal(net.function(x), x)
     assert count == 2
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(3, 4).shape,
+        lambda: {"size": torch.Size([3, 4])},
+        lambda: torch.tensor([[1.0, 2.0]]).max(1),
+    ],
+    ids=["a size", "in a dict", "of C"],
+)
+def test_tuples_of_torchs_own_are_copied(make: Callable[[], Any]):
+    """A size holds nothing that a copy has another one of, and was made anew by a tuple's method."""
+
+    def prepare(net: Leads) -> None:
+        net.kept = make()
+
+    net = Leads(prepare)
+    replicas = Replicas(net, [stages(2)] * 2, chunks=2)
+    x = torch.randn(8, 4)
+    replicas.forward_backward(x, target=x, loss_fn=mse_loss)
+    copied = copied_whole(net, {})
+    assert type(copied.kept) is type(net.kept)
+    assert repr(copied.kept) == repr(net.kept)

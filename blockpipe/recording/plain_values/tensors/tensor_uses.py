@@ -18,7 +18,7 @@ from ..evaluation.expressions import Frame
 from ..evaluation.members import UNKNOWN
 from ..syntax.accesses import Access
 from ..syntax.unknown_owners import asked_by_name
-from ..values import SharedValue, back, shared_change
+from ..values import SharedValue, back, hops_of, shared_change
 from .used_tensors import CONTENT, GRADIENT, uses_of
 
 _REMEDY = "read and write it in hooks of one stage, or between steps"
@@ -118,9 +118,9 @@ class TensorUses:
                     self.read_late.append((tensor, back(hop), frame.line))
 
     def writes(self) -> Iterator[tuple[Tensor, int]]:
-        """Yield those that are written, each with the hop, or the number of its backward."""
+        """Yield those that are written, each with the hop, in the forward or the backward."""
         written = (known for known in self._known.values() if known.key == CONTENT)
-        yield from ((known.owner, hop) for known in written for hop in known.set_on)
+        yield from ((known.owner, hop) for known in written for hop in hops_of(known.set_on))
 
     def read_by_loss(self, forward: ForwardsTensors) -> Iterator[str]:
         """Yield the buffers that the forward writes and the loss reads, in words."""
