@@ -84,7 +84,7 @@ class Recording:
     carried: list[CarriedValue] = field(default_factory=list)
     set_between: list[tuple[str, str]] = field(default_factory=list)  # sealed calls; with lines
     read_between: list[tuple[str, str]] = field(default_factory=list)  # carried ones
-    changes_beside: bool = False  # a hook, the loss, or what autograd calls may change something
+    recomputes_otherwise: bool = False  # a step has set what a recomputation reads
     changes_unseen: bool = False  # the forward changes something, and nobody saw who reads it
     outside: list[OutsideTensor] = field(default_factory=list, repr=False)
     changing: set[str] = field(default_factory=set)  # attributes that the forward sets, by name
@@ -193,8 +193,8 @@ class Recording:
     @property
     def may_recompute_otherwise(self) -> bool:
         """Whether what a recomputation reads may be another value by then."""
-        beside = self.changes_beside or bool(self.written_beside)
-        return beside or self.leaves_state or self._sets_what_is_read_again
+        is_known = self.recomputes_otherwise or self._sets_what_is_read_again
+        return is_known or self.leaves_state or bool(self.written_beside)
 
     @cached_property
     def _sets_what_is_read_again(self) -> bool:

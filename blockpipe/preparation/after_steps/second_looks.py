@@ -165,7 +165,7 @@ class SecondLooks:
         again = known.read_again
         found = [c for c in changed if known_at(again, c.holder.owner, name_of(c.key))]
         if found:
-            known.changes_beside = True
+            known.recomputes_otherwise = True
             raise StateError(
                 f"{', '.join(self._names(found))} was set during the step, which it was not when "
                 "the model was recorded, and a module that is recomputed reads it: it may have "

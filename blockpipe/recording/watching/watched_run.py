@@ -88,7 +88,8 @@ def run_watched(
     recorder = _watching(request, result, holders)
     recorder.late.crossed = request.crossed
     recorder.late.crossed.begins(is_second=is_second)
-    traces = is_second or result.changes_beside or request.on_index is not None
+    beside = [*(hook.function for hook in request.hooks), *filter(None, [request.loss_fn])]
+    traces = is_second or may_set_by(beside) or request.on_index is not None
     values = _watching_values(request, recorder, holders, put_back, fake=fake, traces=traces)
     versions = {id(t): (t, version_of(t)) for t in (*model.parameters(), *model.buffers())}
     _watch_calls(model, recorder, {} if planned is None else planned.stages)
@@ -184,8 +185,6 @@ def _watching(request: RecordRequest, result: Recording, holders: list[Holder]) 
     recorder.backward_code.beside = CodeBeside(modules)
     recorder.users = {p for p, module in modules.items() if is_users(type(module).__module__)}
     result.unhookable = sorted(request.unhookable)
-    beside = [*(hook.function for hook in request.hooks), *filter(None, [request.loss_fn])]
-    result.changes_beside = may_set_by(beside)
     return recorder
 
 
@@ -284,7 +283,8 @@ def _note_code_beside(request: RecordRequest, recorder: Recorder, values: Shared
     operators = [*recorder.backward_code.operators.values()]
     for body, given, hop in (*((body, None, hop) for body, hop in operators), *request.beside):
         values.runs_beside(body, given, hop, lasts=True)
-    _note_setters(recorder.result, values, (body for body, _ in operators))
+    if not values.traces:
+        recorder.result.changes_unseen = may_set_by(body for body, _ in operators)
     if recorder.step.graphs.differentiable:
         hooks = {(id(one.function), one.name): one for one in request.hooks}
         for added in hooks_in(request.model):  # by the forward
@@ -306,21 +306,13 @@ def _note_code_beside(request: RecordRequest, recorder: Recorder, values: Shared
             for hop in range(len(recorder.result.hops)):
                 values.runs_beside(pack, None, hop, lasts=True)
                 values.runs_beside(unpack, None, back(hop), lasts=True)
-        _note_setters(recorder.result, values, (one.function for one in called))
+        if not values.traces:  # the second run traces the reads of what these set
+            recorder.result.changes_unseen |= may_set_by(one.function for one in called)
         _note_late(recorder, values)
     if request.loss_fn is not None:
         hop = max(recorder.hop, 0)
         values.loss_runs(request.loss_fn, hop, cut=request.cut)
         recorder.backward_code.beside.note(request.loss_fn, None, hop)
-
-
-def _note_setters(
-    result: Recording, values: SharedValues, functions: Iterable[Callable[..., Any]]
-) -> None:
-    """Note whether code beside the forward sets anything: a second run traces who reads that."""
-    may_set = may_set_by(functions)
-    result.changes_beside |= may_set
-    result.changes_unseen |= may_set and not values.traces
 
 
 def _note_tensors(
