@@ -9,6 +9,7 @@ dictionary) or do more in them. Iterators and contexts cannot be set back, so th
 copies of them.
 """
 
+import dis
 import functools
 import gc
 import itertools
@@ -54,6 +55,7 @@ from .iterators import BOUND, StandIns, is_iterator, is_of_loader
 from .module_holders import ScriptHolder
 from .process_state import kept_interpreter
 
+_MATCH_CLASS = dis.opmap["MATCH_CLASS"]
 MOST_OBJECTS = 200_000
 # Of a data set's container: a longer one is put back as it was, but not its items, each a sample.
 MOST_ITEMS = 1_000
@@ -371,11 +373,18 @@ def _texts_in(code: types.CodeType) -> Iterator[str]:
 
 
 def names_in(code: types.CodeType) -> Iterator[str]:
-    """Yield the names that a function may read from its module, or set there."""
+    """Yield the names that a function may read from its module, or set there, and those of the
+    attributes that it reads."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
             yield from names_in(inner)
+    if _MATCH_CLASS in code.co_code[::2]:
+        before: Any = ()
+        for instruction in dis.get_instructions(code):
+            if instruction.opcode == _MATCH_CLASS:  # ``case Config(scale=2.0)``
+                yield from before if isinstance(before, tuple) else ()
+            before = instruction.argval
 
 
 def holders_read(model: nn.Module) -> Iterator[Holder]:

@@ -129,6 +129,8 @@ class Contents:
             return kind, base(value), self._attributes(value)
         if isinstance(value, _CONTAINERS):
             return kind, self._members(value), self._attributes(value)
+        if kind is types.MappingProxyType:
+            return kind, self._members(dict(value))
         if kind is types.FunctionType:
             return self._function(value)
         if kind is types.MethodType:

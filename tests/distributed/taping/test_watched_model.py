@@ -38,7 +38,15 @@ class Settings:
     """An object of the user's."""
 
     def __init__(self, scale: float = 1.0) -> None:
-        self.scale = scale
+        self.scale, self.limit = scale, 1.0
+
+
+def by_pattern(settings: Settings) -> float:
+    """Reads an attribute that it names in a pattern alone."""
+    match settings:
+        case Settings(limit=2.0):
+            return 2.0
+    return 1.0
 
 
 class Inner(nn.Module):
@@ -71,6 +79,7 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with bp.Block(stage=0):
             x = x * (self.power + 1).item() / divisor() * self.optimizer.param_groups[0]["lr"]
+            x = x * by_pattern(self.settings)
             h = self.act(self.first(x)) * self.scale * self.table["scale"] + self.shift
             if self.step >= 2:
                 h = h * 3
@@ -135,6 +144,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "entry": lambda m: m.table.update(scale=2.0),
     "element": lambda m: m.order.__setitem__(0, 2.0),
     "object": lambda m: setattr(m.settings, "scale", 2.0),
+    "attribute of a pattern": lambda m: setattr(m.settings, "limit", 2.0),
     "another dictionary": lambda m: setattr(m, "table", {"scale": 2.0}),
     "another list": lambda m: setattr(m, "order", [2.0]),
     "a member more": lambda m: m.order.insert(0, 2.0),

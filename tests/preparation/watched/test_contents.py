@@ -3,6 +3,7 @@
 import array
 import fractions
 import functools
+import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -46,6 +47,7 @@ MAKERS: list[Callable[[int], Any]] = [
     lambda n: Settings(scale=[n]),
     lambda n: array.array("d", [n]),
     lambda n: bytearray([n]),
+    lambda n: types.MappingProxyType({"a": [n]}),
     lambda n: weakref.ref(SEEN[n]),
     lambda n: weakref.WeakValueDictionary(one=SEEN[n]),
     lambda n: Settings(scale=1, other=n) if n == 1 else Settings(scale=2, other=n),
