@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -143,6 +143,18 @@ def _owners_of(holder: Holder) -> Iterable[object]:
         yield space
     if isinstance(holder.owner, types.FunctionType):
         yield from holder.owner.__closure__ or ()
+
+
+def is_among(places: Container[tuple[int, Any]], holder: Holder, key: Any) -> bool:
+    """Return whether a member of an object, or its content, is at one of some places.
+
+    Args:
+        places: the ids of objects with names or keys; of a content ``None``.
+        holder: of the object; of a function, its variables.
+        key: the name or key; of a slot, its descriptor.
+    """
+    name = key.__name__ if isinstance(key, types.MemberDescriptorType) else key
+    return any((id(owner), one) in places for owner in _owners_of(holder) for one in (name, None))
 
 
 def _seen(value: Any) -> Any:

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from ..._common.callsite import users_line
 from ..._torch.tensors import version_of
+from ...crossing.carried_values import is_among
 from ...errors import StateError
 from ...preparation.prepared import Prepared
 from ...preparation.watched.watched_values import WatchedValues
-from ...recording.plain_values.places import in_words, known_at, name_of
+from ...recording.plain_values.places import in_words, name_of
 
 
 class RecomputedModel:
@@ -49,8 +50,7 @@ class RecomputedModel:
             if hops & {*outside.hops} and not outside.written and outside.tensor is not None
             if (tensor := outside.tensor()) is not None
         ]
-        again = recording.read_again
-        self._values = {place: again[place] for place in recording.only_read if place in again}
+        self._values = recording.only_read.keys() & recording.read_again.keys()
         modules = dict(model.named_modules())
         paths = {call.path for call in recording.calls if call.hop in hops} & modules.keys()
         self._modes = {path: (modules[path], modules[path].training) for path in paths}
@@ -67,7 +67,7 @@ class RecomputedModel:
             if [*_state_of(tensor)] != state:
                 raise _changed(f"{outside.name} ({outside.where}) was written to")
         for holder, key in self._set_since():
-            if known_at(self._values, holder.owner, name_of(key)):
+            if is_among(self._values, holder, key):
                 paths = {id(module): path for path, module in self._model.named_modules()}
                 raise _changed(f"{in_words(holder.owner, name_of(key), paths)} was set")
         for path, (module, training) in self._modes.items():

@@ -20,6 +20,7 @@ from ..._common.callsite import users_line, warn
 from ..._common.coverage.uncovered_code import CodeReached
 from ..._common.threads.model_turns import alone_recording
 from ...batches.microbatch import Microbatch
+from ...crossing.carried_values import is_among
 from ...errors import BlockpipeError, StateError
 from ...recording.calls import hops_by_path
 from ...recording.plain_values.places import in_words, known_at, name_of
@@ -163,7 +164,7 @@ class SecondLooks:
             StateError: one has.
         """
         again = known.read_again
-        found = [c for c in changed if known_at(again, c.holder.owner, name_of(c.key))]
+        found = [change for change in changed if is_among(again, change.holder, change.key)]
         if found:
             known.recomputes_otherwise = True
             raise StateError(
