@@ -224,6 +224,55 @@ def test_glue_that_cannot_be_replayed_is_refused(between: Any, what: str) -> Non
     assert "test_mode.py:" in str(caught.value)
 
 
+class Once(nn.Module):
+    """A hook of the first layer removes itself, as one that initializes by data."""
+
+    def __init__(self, *, is_pre: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        adds = self.first.register_forward_pre_hook if is_pre else self.first.register_forward_hook
+        self.handle = adds(self.initialize)
+
+    def initialize(self, layer: nn.Module, *_: object) -> None:
+        with torch.no_grad():
+            layer.weight.div_(2)
+        self.handle.remove()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.first(x)
+        with bp.Block(stage=1):
+            return self.second(h)
+
+
+@pytest.mark.parametrize("is_pre", [True, False])
+def test_a_hook_that_removes_itself_is_refused(*, is_pre: bool) -> None:
+    """A stage ran it in each micro-batch of each step."""
+    net, x = Once(is_pre=is_pre), torch.randn(3, 4)
+    with pytest.raises(
+        bp.BlockpipeError, match=r"removes a hook of 'first' .*once before"
+    ) as caught:
+        build_stage(net, 0, x)
+    assert "test_mode.py:" in str(caught.value)
+    net(x)
+    assert_like_plain(net, x)
+
+
+def test_one_inside_of_a_module_on_one_stage_runs_as_it_is() -> None:
+    layer, x = nn.Linear(4, 4), torch.ones(3, 4)
+    net = nn.Sequential(nn.Sequential(layer, nn.Tanh()), nn.Linear(4, 4))
+
+    def halve(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        handle.remove()
+        return (args[0] / 2,)
+
+    handle = layer.register_forward_pre_hook(halve)
+    stage = build_stage(bp.begin_blocks(net, {"1": 1}), 0, x)
+    for given in (x / 2, x):
+        [found] = stage(x)
+        torch.testing.assert_close(found, nn.functional.linear(given, *layer.parameters()).tanh())
+
+
 class Keeps(nn.Linear):
     """Sets plain values: one in each call, and one that all calls agree about."""
 
