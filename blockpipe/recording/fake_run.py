@@ -319,11 +319,14 @@ def _with_fakes(
 
         def run() -> R:
             mode.failed = request.failed
-            with mode, _quiet(), RealWritesUndone(), FailedThreads(), NoElements():
-                found = watch(faked, state.holders)
-            for error in () if on_meta else request.failed:
-                raise error  # which the forward has caught
-            return found
+            try:
+                with mode, _quiet(), RealWritesUndone(), FailedThreads(), NoElements():
+                    found = watch(faked, state.holders)
+                for error in () if on_meta else request.failed:
+                    raise error  # which the forward has caught
+                return found
+            finally:  # its frames have the graph, which leads to the mode: nobody could free that
+                request.failed.clear()
 
         return call_with_tensors(model, swapped, run)
 

@@ -355,3 +355,31 @@ def test_idle_threads_hold_nothing(schedule: str) -> None:
     pipe.forward_backward(inputs, target=inputs, loss_fn=F.mse_loss)
     del inputs
     assert gone() is None
+
+
+class AsksValues(nn.Module):
+    """Fake tensors cannot tell what it asks, so that it is recorded for real."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with bp.Block(stage=0):
+            h = self.a(x).tanh()
+        with bp.Block(stage=1):
+            if h.abs().max() > 5:
+                raise ValueError("too large")
+            return self.b(h)
+
+
+def test_a_model_that_is_recorded_for_real_is_freed() -> None:
+    """The error of the fake tensors had the frames with their graph, and what autograd saves there led
+    to that error: a cycle through the graph, which no collector sees."""
+    net = AsksValues()
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=2)
+    pipe.forward_backward(torch.randn(8, 4), loss_fn=torch.sum)
+    refs = [weakref.ref(one) for one in (net, pipe, net.a.weight)]
+    del net, pipe
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * 3
