@@ -131,6 +131,7 @@ class MicrobatchForward:
                 with not_caught(), theirs(), CrossingMode(run), noting:
                     loss = self._state.randomness.loss(output, target)
                 loss = checked_loss(loss)
+        run.cursor.uses = None  # what is read from here on, no code of the user's reads
         result = self._result(run, output, loss)
         self._state.whole_arguments.check(taken)
         self._state.shared_arguments.check(batch, versions)

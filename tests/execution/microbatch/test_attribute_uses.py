@@ -403,3 +403,33 @@ def test_a_custom_backward_may_count_in_what_its_forward_was_given() -> None:
     plain = nn.Sequential(Ramped(), Ramped())
     plain.load_state_dict(net.state_dict())
     assert_trains_as_plain(net, plain, X, Y)
+
+
+@dataclass
+class Counted:
+    n: int = 0
+
+
+class CountsInAnArgument(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, counted: Counted) -> Tensor:
+        with bp.Block(stage=0):
+            counted.n += 1
+            h = self.a(x) / counted.n
+        with bp.Block(stage=1):
+            return self.b(h)
+
+
+def test_what_the_engine_reads_of_a_dataclass_is_no_stages() -> None:
+    """It looks at the arguments when the last stage has ended."""
+    net, counted, others = CountsInAnArgument(), Counted(), Counted()
+    plain = copy.deepcopy(net)
+    pipe = bp.Pipeline(net, devices=stages(2), chunks=4)
+    for _ in range(3):
+        pipe.forward_backward(X, counted, target=Y, loss_fn=mse_loss)
+        plain_step(plain, (X, others), {}, Y, mse_loss, 4)
+        assert counted == others
+    assert_same_gradients(net, plain)
