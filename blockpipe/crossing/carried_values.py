@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import types
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -153,8 +153,13 @@ def is_among(places: Container[tuple[int, Any]], holder: Holder, key: Any) -> bo
         holder: of the object; of a function, its variables.
         key: the name or key; of a slot, its descriptor.
     """
-    name = key.__name__ if isinstance(key, types.MemberDescriptorType) else key
-    return any((id(owner), one) in places for owner in _owners_of(holder) for one in (name, None))
+    names = name_of(key), None
+    return any((id(owner), name) in places for owner in _owners_of(holder) for name in names)
+
+
+def name_of(key: Hashable) -> Any:
+    """Return a name or key; a slot is given as its descriptor."""
+    return key.__name__ if isinstance(key, types.MemberDescriptorType) else key
 
 
 def _seen(value: Any) -> Any:

@@ -206,13 +206,13 @@ class Recording:
         )
 
     @cached_property
-    def read_again(self) -> dict[tuple[int, Any], set[str]]:
-        """The places that calls which may be recomputed read, as :attr:`read_in` has them."""
+    def read_again(self) -> set[tuple[int, Any]]:
+        """The places that calls which may be recomputed read: ids of objects with names or keys."""
         again = tuple(f"{p}." for p, about in self.recomputable.items() if about.is_recomputed)
         if "." in again:  # the model itself
-            return self.read_in
+            return {*self.read_in}
         found = self.read_in.items()
-        return {at: paths for at, paths in found if any(f"{p}.".startswith(again) for p in paths)}
+        return {place for place, paths in found if any(f"{p}.".startswith(again) for p in paths)}
 
     @property
     def splits_backward(self) -> list[bool]:

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from ..._common.callsite import users_line
 from ..._torch.tensors import version_of
-from ...crossing.carried_values import is_among
+from ...crossing.carried_values import is_among, name_of
 from ...errors import StateError
 from ...preparation.prepared import Prepared
 from ...preparation.watched.watched_values import WatchedValues
-from ...recording.plain_values.places import in_words, name_of
+from ...recording.plain_values.places import in_words
 
 
 class RecomputedModel:
@@ -50,7 +50,7 @@ class RecomputedModel:
             if hops & {*outside.hops} and not outside.written and outside.tensor is not None
             if (tensor := outside.tensor()) is not None
         ]
-        self._values = recording.only_read.keys() & recording.read_again.keys()
+        self._values = recording.only_read.keys() & recording.read_again
         modules = dict(model.named_modules())
         paths = {call.path for call in recording.calls if call.hop in hops} & modules.keys()
         self._modes = {path: (modules[path], modules[path].training) for path in paths}

@@ -20,10 +20,10 @@ from ..._common.callsite import users_line, warn
 from ..._common.coverage.uncovered_code import CodeReached
 from ..._common.threads.model_turns import alone_recording
 from ...batches.microbatch import Microbatch
-from ...crossing.carried_values import is_among
+from ...crossing.carried_values import is_among, name_of
 from ...errors import BlockpipeError, StateError
 from ...recording.calls import hops_by_path
-from ...recording.plain_values.places import in_words, known_at, name_of
+from ...recording.plain_values.places import hops_at, in_words
 from ...recording.recording import Recording
 from ...restoring.held_signals import RestoredWhole
 from ...restoring.holders import ContentHolder, DictHolder
@@ -209,7 +209,7 @@ class SecondLooks:
     def _late_tensor(self, name: str, read_on: Iterable[int], found: Recording) -> _Late:
         path, _, key = name.rpartition(".")
         module = dict(self._model.named_modules()).get(path)
-        set_on = set[int]() if module is None else known_at(found.may_set, module, key)
+        set_on = set[int]() if module is None else hops_at(found.may_set, module, key)
         value = None if module is None else vars(module).get(key)
         own = {h.name for h in (*found.parameters, *found.buffers) if name in h.names}
         for outside in found.outside:
@@ -227,8 +227,8 @@ class SecondLooks:
         return _Late(
             name,
             paths.get(id(owner)),
-            known_at(found.only_read, owner, key),
-            known_at(found.may_set, owner, key),
+            hops_at(found.only_read, owner, key),
+            hops_at(found.may_set, owner, key),
         )
 
     def _note_late(self, places: Sequence[_Late], found: Recording) -> None:

@@ -12,10 +12,10 @@ import os
 import types
 from array import array
 from collections import Counter, defaultdict, deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,6 @@ CONTENTS = (
 )
 
 CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
-_T = TypeVar("_T")
 _MOST_NESTED, _MOST_INSIDE = 4, 64  # of the containers in an object: guesses
 _HAND_BACK = ("torch", __name__.partition(".")[0])
 _SHARE_MEMORY = (
@@ -154,22 +153,17 @@ def sets_entry(access: Access, value: Any, *, is_over: bool) -> bool:
     return is_other and is_over and not isinstance(value, Counter)  # whose update adds
 
 
-def known_at(places: Mapping[tuple[int, Any], Iterable[_T]], owner: Any, key: Any) -> set[_T]:
-    """Return what a recording has for a place, and for the content that it is in.
+def hops_at(places: Mapping[tuple[int, Any], Iterable[int]], owner: Any, key: Any) -> set[int]:
+    """Return the hops that a recording has for a place, and for the content that it is in.
 
     Args:
-        places: what it has, by the ids of objects with names or keys; of a content ``None``.
+        places: the hops, by the ids of objects with names or keys; of a content ``None``.
         owner: the object.
         key: the name or key.
     """
     if isinstance(owner, types.FunctionType):  # a variable, which several functions read
-        return {one for (_, name), known in places.items() if name == key for one in known}
-    return {one for k in (key, None) for one in places.get((id(owner), k), ())}
-
-
-def name_of(key: Hashable) -> Any:
-    """Return a name or key; a slot is given as its descriptor."""
-    return key.__name__ if isinstance(key, types.MemberDescriptorType) else key
+        return {hop for (_, name), hops in places.items() if name == key for hop in hops}
+    return {hop for one in (key, None) for hop in places.get((id(owner), one), ())}
 
 
 def in_words(owner: Any, key: Any, paths: Mapping[int, str]) -> str:
